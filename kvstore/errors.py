@@ -1,0 +1,164 @@
+"""Every exception of kvstore, as one table.
+
+Each class has a stable `code` (for JSON and logs), a process `exit_code` (for the command), `retry` (whether the same
+call may succeed later without anyone doing anything) and a default `hint` that says what to do. Facts are keyword
+arguments and become attributes. A miss is not an error: it is `None`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class KVStoreError(Exception):
+    """Base of all errors of kvstore."""
+
+    code: ClassVar[str] = "error"
+    exit_code: ClassVar[int] = 1
+    retry: ClassVar[bool] = False
+    hint: str = ""
+
+    def __init__(self, message: str, *, hint: str | None = None, **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        if hint is not None:
+            self.hint = hint
+        self.facts = facts
+        for name, value in facts.items():
+            setattr(self, name, value)
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready: code, message, hint, retry and the facts."""
+        return {"code": self.code, "message": self.message, "hint": self.hint, "retry": self.retry, **self.facts}
+
+
+class InvalidInputError(KVStoreError, ValueError):
+    """An argument that no store could accept: an empty state, tokens that are no int32, an unknown class."""
+
+    code, exit_code = "invalid_input", 2
+
+
+class NotFoundError(KVStoreError, LookupError):
+    """No entry has this id (only where a call needs one: `get` and `entry` give None)."""
+
+    code, exit_code = "not_found", 3
+
+
+class LayoutError(KVStoreError, ValueError):
+    """A state whose layout is not understood, or cannot do what was asked. Such a state is stored whole."""
+
+    code, exit_code = "layout", 4
+
+
+class DeltaError(KVStoreError, ValueError):
+    """A delta that cannot be decoded; the message is one of the format's (see `kvstore.bkvd`)."""
+
+    code, exit_code = "delta", 5
+
+
+class SlotFileError(KVStoreError, ValueError):
+    """A file that is no slot, sequence or session file of llama.cpp, or is cut short."""
+
+    code, exit_code = "slot_file", 6
+
+
+class MetaBlockError(KVStoreError, ValueError):
+    """A meta block that is not 512 bytes."""
+
+    code, exit_code = "meta_block", 7
+
+
+class BusyError(KVStoreError):
+    """Another connection held the write lock for longer than the timeout."""
+
+    code, exit_code, retry = "busy", 10, True
+    hint = "another process is writing to this store: try again"
+
+
+class DiskFullError(KVStoreError):
+    """The file system has no room; the call left the store as it was."""
+
+    code, exit_code, retry = "disk_full", 11, True
+    hint = "free some space on the disk, or give the store a smaller cache_disk_mib"
+
+
+class OverBudgetError(KVStoreError):
+    """The entry cannot fit in cache_disk_mib even if everything else were dropped (facts: missing, in bytes)."""
+
+    code, exit_code = "over_budget", 12
+    hint = "raise cache_disk_mib, or delete learned or pinned entries"
+
+
+class ReadOnlyError(KVStoreError):
+    """A write to a store that was opened read-only, or to a file or directory without permission to write."""
+
+    code, exit_code = "read_only", 13
+
+
+class NotAStoreError(KVStoreError):
+    """The file is no kvstore: foreign SQLite file, or no SQLite file at all. It was not touched."""
+
+    code, exit_code = "not_a_store", 14
+    hint = "give the path of a kvstore file, or of a file that does not exist yet"
+
+
+class NewerStoreError(KVStoreError):
+    """The file was written by a newer kvstore. It was not touched."""
+
+    code, exit_code = "newer_store", 15
+    hint = "upgrade kvstore, or use another file"
+
+
+class CorruptStoreError(KVStoreError):
+    """SQLite says that the file is damaged."""
+
+    code, exit_code = "corrupt", 16
+    hint = "`kvstore verify` names what is damaged, `kvstore repair --salvage` copies what can be read"
+
+
+class UnsafeFilesystemError(KVStoreError):
+    """The file lies on a network file system, where SQLite's write-ahead log is unsafe."""
+
+    code, exit_code = "unsafe_filesystem", 17
+    hint = "keep the store on a local disk"
+
+
+class MigrationError(KVStoreError):
+    """An upgrade that could not be done; the old store is as it was."""
+
+    code, exit_code = "migration", 18
+
+
+class WrongKeyError(KVStoreError):
+    """The file is encrypted and the key does not open it, or encryption is not available."""
+
+    code, exit_code = "wrong_key", 19
+
+
+class WriteBehindError(KVStoreError):
+    """A put in write-behind mode failed after it had returned (facts: ids). The entries are gone."""
+
+    code, exit_code = "write_behind", 20
+
+
+class ClosedError(KVStoreError):
+    """The store was used after `close`."""
+
+    code, exit_code = "closed", 21
+    hint = "open a new Store"
+
+
+class ForkedError(KVStoreError):
+    """The store was opened by the parent of this process; SQLite's connections do not survive a fork."""
+
+    code, exit_code = "forked", 22
+    hint = "open the Store in the child, after the fork"
+
+
+class StoreIOError(KVStoreError, OSError):
+    """The operating system refused a read or write of the store's file."""
+
+    code, exit_code = "io", 23

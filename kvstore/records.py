@@ -1,0 +1,133 @@
+"""The frozen records that pass between the floors of kvstore."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Tokens: TypeAlias = npt.NDArray[np.int32]
+EntryClass: TypeAlias = Literal["normal", "learned", "pinned"]
+Source: TypeAlias = Literal["default", "request", "policy", "admin"]
+
+# The order is the value of the byte in a meta block.
+CLASSES: tuple[EntryClass, ...] = ("normal", "learned", "pinned")
+SOURCES: tuple[Source, ...] = ("default", "request", "policy", "admin")
+
+
+def hex_id(id: int) -> str:
+    """An id as it is shown everywhere: 16 lower-case hex digits."""
+    return f"{id & 0xFFFFFFFFFFFFFFFF:016x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the store knows of one entry, without its bytes.
+
+    `created_at`, `last_used` and `expires_at` are unix seconds; `size` is bytes as put (main and draft), `stored` bytes
+    on disk; `parent` is None where the entry is stored whole.
+    """
+
+    id: int
+    n_tokens: int
+    n_images: int
+    entry_class: EntryClass
+    source: Source
+    created_at: int
+    last_used: int
+    expires_at: int | None
+    ttl: int | None
+    hits: int
+    family: int
+    n_input: int
+    excerpt: str
+    parent: int | None
+    size: int
+    stored: int
+
+    @property
+    def hex_id(self) -> str:
+        return hex_id(self.id)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready. `expires_in` is in seconds, None = never; `shared_from` is the parent's hex id, or None."""
+        return {
+            "id": self.hex_id,
+            "n_tokens": self.n_tokens,
+            "n_images": self.n_images,
+            "bytes": self.size,
+            "stored_bytes": self.stored,
+            "class": self.entry_class,
+            "source": self.source,
+            "created_at": self.created_at,
+            "last_used": self.last_used,
+            "hits": self.hits,
+            "expires_in": None if self.expires_at is None else max(0, self.expires_at - int(time.time())),
+            "family": hex_id(self.family),
+            "excerpt": self.excerpt,
+            "shared_from": None if self.parent is None else hex_id(self.parent),
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedState:
+    """What `get` gives: the entry, its tokens (int32) and its states (uint8), byte for byte as they were put."""
+
+    entry: Entry
+    tokens: Tokens
+    main: Bytes
+    draft: Bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The entry that shares the longest token prefix with a request, and how many tokens that is."""
+
+    entry: Entry
+    n_common: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Section:
+    """One tensor of one stream: `rows` rows, each `width` bytes a cell, from byte `start` of the state.
+
+    `rows` is 1, or the number of embedding elements where V is transposed; a row has width x n_cells bytes.
+    """
+
+    start: int
+    width: int
+    rows: int
+    type: int
+    is_v: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stream:
+    """One stream of an attention cache: cells in cache order and its tensors, K of every layer, then V of every layer.
+
+    `pos` is int32 of shape (n_cells,), `ext` uint8 of shape (n_cells, cell_ext); a stream without cells has no sections.
+    """
+
+    start: int
+    stop: int
+    pos: npt.NDArray[np.int32]
+    ext: Bytes
+    v_transposed: bool
+    sections: tuple[Section, ...]
+
+    @property
+    def n_cells(self) -> int:
+        return int(self.pos.shape[0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delta:
+    """A BKVD delta: its bytes (uint8), how many bytes it shares with its parent, and its number of ops."""
+
+    data: Bytes
+    shared: int
+    n_ops: int
