@@ -1,0 +1,369 @@
+"""Connections, pragmas and transactions: the only module that imports apsw.
+
+One connection writes, under a lock; readers come from a pool and never wait for it (write-ahead log). Every exception
+of SQLite leaves here as one of `kvstore.errors`, recognised by its class, never by its message.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import apsw
+
+from .errors import (
+    BusyError,
+    ClosedError,
+    CorruptStoreError,
+    DiskFullError,
+    ForkedError,
+    InvalidInputError,
+    KVStoreError,
+    NotAStoreError,
+    ReadOnlyError,
+    StoreIOError,
+    UnsafeFilesystemError,
+    WrongKeyError,
+)
+
+Connection: TypeAlias = apsw.Connection
+MEMORY = ":memory:"
+APPLICATION_ID = 0x4B565356
+
+# The largest page: put of 256 MiB took 0.35 s with pages of 64 KiB, 0.43 with 32, 0.47 with 16 and 0.85 with 4 (plain
+# file with fsync beside it: 0.15 to 0.17 s). It also keeps the token keys of the prefix index (up to 16 KiB) inside a
+# page, so a comparison reads one.
+PAGE_SIZE = 65536
+# INCREMENTAL (2): the file shrinks in bites, without VACUUM's second copy; costs 1 % of a put (FULL would move pages
+# at every commit, and NONE can not shrink).
+AUTO_VACUUM = 2
+# WAL: readers never wait for a put (with a rollback journal each waited up to 0.13 s, the flush of 256 MiB), at the
+# price of writing twice; the second write, the checkpoint, is done behind the put.
+JOURNAL_MODE = "wal"
+# Pages; the pager spills into the log beyond this. 8 MiB was as fast as any; 100 MiB was a third slower.
+CACHE_KIB = 8192
+READERS_KEPT = 8
+
+_NETWORK_FILESYSTEMS = {
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "gfs2", "ocfs2", "beegfs",
+    "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.rclone", "fuse.s3fs", "fuse.gcsfuse", "davfs", "fuse.davfs2",
+}  # fmt: skip
+
+
+def translate(error: apsw.Error, path: str, key: bool = False) -> KVStoreError:
+    """The error of kvstore that one of SQLite's is."""
+    if isinstance(error, apsw.BusyError | apsw.LockedError):
+        return BusyError(f"{path} is locked by another connection", path=path)
+    if isinstance(error, apsw.FullError):
+        return DiskFullError(f"the disk of {path} is full", path=path)
+    if isinstance(error, apsw.ReadOnlyError):
+        return ReadOnlyError(
+            f"{path} can not be written", path=path, hint="give its owner write permission, or open it with readonly=True"
+        )
+    if isinstance(error, apsw.NotADBError):
+        if key:
+            return WrongKeyError(f"the key does not open {path}", path=path, hint="give the key it was created with")
+        return NotAStoreError(f"{path} is no kvstore: it is no SQLite database, or it is encrypted", path=path)
+    if isinstance(error, apsw.CorruptError):
+        return CorruptStoreError(f"{path} is damaged: {error}", path=path)
+    if isinstance(error, apsw.CantOpenError):
+        return StoreIOError(f"{path} can not be opened", path=path, hint="check that its folder exists and can be written")
+    if isinstance(error, apsw.PermissionsError | apsw.AuthError):
+        return ReadOnlyError(f"{path}: permission denied", path=path, hint="check the permissions of the file")
+    if isinstance(error, apsw.TooBigError):
+        return InvalidInputError(f"{path}: a value is larger than SQLite holds", path=path)
+    return StoreIOError(f"{path}: {error}", path=path, hint="check the disk and the permissions of the file")
+
+
+@contextmanager
+def translated(path: str, key: bool = False) -> Iterator[None]:
+    try:
+        yield
+    except apsw.Error as error:
+        raise translate(error, path, key) from error
+
+
+def network_filesystem(path: Path, mountinfo: str) -> str | None:
+    """The type of the network file system that `path` lies on, by the text of /proc/self/mountinfo, or None."""
+    best, kind = "", None
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        fields = left.split()
+        if len(fields) < 5 or not right:
+            continue
+        point = fields[4].encode().decode("unicode_escape")
+        inside = point == "/" or str(path) == point or str(path).startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, right.split()[0]
+    return kind if kind in _NETWORK_FILESYSTEMS else None
+
+
+def refuse_network_filesystem(path: str) -> None:
+    """Raises UnsafeFilesystemError where the write-ahead log's shared memory would not be shared."""
+    kind: str | None = None
+    if sys.platform == "win32":
+        if path.startswith(("\\\\", "//")):
+            kind = "a network share"
+    else:
+        with suppress(OSError):
+            mountinfo = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+            kind = network_filesystem(Path(path).resolve(), mountinfo)
+    if kind:
+        raise UnsafeFilesystemError(f"{path} lies on a network file system ({kind})", path=path, filesystem=kind)
+
+
+def reserve_file(path: str) -> bool:
+    """Creates an empty file that only its owner can read and write; False where there already is one.
+
+    SQLite gives its log and shared memory the mode of the database, so those are private as well.
+    """
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if isinstance(error, PermissionError) or error.errno == 30:  # EROFS
+            raise ReadOnlyError(
+                f"{path} can not be created: {error.strerror}",
+                path=path,
+                hint="give a path in a folder that you can write",
+            ) from error
+        if error.errno == 28:  # ENOSPC
+            raise DiskFullError(f"the disk of {path} is full", path=path) from error
+        raise StoreIOError(f"{path} can not be created: {error.strerror}", path=path) from error
+    return True
+
+
+class Database:
+    """The connections to one store file.
+
+    Thread rules: `write` holds a lock for the whole transaction, `read` lends a connection to one thread at a time.
+    A process that was forked off gets ForkedError: SQLite's locks and memory do not survive a fork.
+    """
+
+    def __init__(self, path: str, *, readonly: bool = False, timeout: float = 30.0, key: str | None = None) -> None:
+        self.path = path
+        self.readonly = readonly
+        self.timeout = timeout
+        self.memory = path == MEMORY
+        self._key = key
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._pool_lock = threading.Lock()
+        self._checkpoint_lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._checkpointer: Connection | None = None
+        self._closed = False
+        self._synchronous = ""
+        self._writer = self._connect(writable=not readonly)
+
+    def _connect(self, writable: bool) -> Connection:
+        flags = apsw.SQLITE_OPEN_READWRITE if writable or self.memory else apsw.SQLITE_OPEN_READONLY
+        if self.memory:
+            flags |= apsw.SQLITE_OPEN_CREATE
+        with translated(self.path, self._key is not None):
+            target = self.path
+            if not writable and not self.memory and not os.access(os.path.dirname(os.path.abspath(self.path)), os.W_OK):
+                # Without a folder to keep the shared memory in, only a file that nobody writes can be read.
+                if not os.path.exists(self.path + "-wal"):
+                    target = Path(self.path).resolve().as_uri() + "?immutable=1"
+                    flags |= apsw.SQLITE_OPEN_URI
+            connection = apsw.Connection(target, flags=flags)
+            connection.set_busy_timeout(int(self.timeout * 1000))
+            if self._key is not None:
+                apply_key(connection, self._key, self.path)
+            self._set(connection, "foreign_keys", 1)  # off by default; deletes rely on it
+            self._set(connection, "recursive_triggers", 0)  # the delete trigger spells out its one level
+            self._set(connection, "cache_size", -CACHE_KIB)
+            self._set(connection, "wal_autocheckpoint", 0)  # we checkpoint behind the put, not inside its commit
+            self._set(connection, "temp_store", 2)  # nothing of a prompt in temporary files
+            self._set(connection, "trusted_schema", 0)  # the file may come from anywhere
+            self._set(connection, "cell_size_check", 1)  # damage is found where it is, not where it leads
+            if not writable:
+                self._set(connection, "query_only", 1)
+        return connection
+
+    def _set(self, connection: Connection, pragma: str, value: int | str) -> None:
+        """Sets a pragma and reads it back: SQLite ignores what it does not know."""
+        connection.pragma(pragma, value)
+        if (got := connection.pragma(pragma)) != value:
+            raise StoreIOError(f"{self.path}: PRAGMA {pragma} is {got!r}, not {value!r}", path=self.path)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the store {self.path} was closed", path=self.path)
+        if os.getpid() != self._pid:
+            raise ForkedError(f"the store {self.path} was opened before this process was forked", path=self.path)
+
+    def initialise(self) -> None:
+        """Page size, vacuum mode and journal mode of a new, empty file; called before the first table is made."""
+        with self._lock, translated(self.path):
+            self._set(self._writer, "page_size", PAGE_SIZE)
+            self._set(self._writer, "auto_vacuum", AUTO_VACUUM)
+            self.use_wal()
+
+    def use_wal(self) -> None:
+        with self._lock, translated(self.path):
+            if not self.memory and self._writer.pragma("journal_mode") != JOURNAL_MODE:
+                self._set(self._writer, "journal_mode", JOURNAL_MODE)
+
+    @contextmanager
+    def write(self, *, durable: bool = True, wait: bool = True) -> Iterator[Connection]:
+        """A write transaction (BEGIN IMMEDIATE); committed at the end, rolled back on any exception.
+
+        durable: the commit returns only after the log was synced. Otherwise a power loss may undo it, never damage it.
+        wait=False raises BusyError at once where another thread or process writes.
+        """
+        self._check()
+        if self.readonly:
+            raise ReadOnlyError(f"the store {self.path} is open read-only", path=self.path, hint="open it without readonly")
+        if not self._lock.acquire(blocking=wait):
+            raise BusyError(f"{self.path} is being written by another thread", path=self.path)
+        try:
+            self._check()
+            connection = self._writer
+            with translated(self.path):
+                synchronous = "full" if durable else "normal"
+                if synchronous != self._synchronous:
+                    connection.pragma("synchronous", synchronous)
+                    self._synchronous = synchronous
+                if not wait:
+                    connection.set_busy_timeout(0)
+                try:
+                    connection.execute("BEGIN IMMEDIATE")
+                finally:
+                    if not wait:
+                        connection.set_busy_timeout(int(self.timeout * 1000))
+                try:
+                    yield connection
+                    connection.execute("COMMIT")
+                except BaseException:
+                    if not connection.get_autocommit():
+                        with suppress(apsw.Error):  # the first error is the one to report
+                            connection.execute("ROLLBACK")
+                    raise
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A read transaction: all its statements see one state of the file."""
+        self._check()
+        if self.memory:
+            with self._lock, translated(self.path):
+                yield self._writer
+            return
+        with self._pool_lock:
+            connection = self._idle.pop() if self._idle else None
+        if connection is None:
+            connection = self._connect(writable=False)
+        try:
+            with translated(self.path):
+                connection.execute("BEGIN")
+                try:
+                    yield connection
+                finally:
+                    if not connection.get_autocommit():
+                        connection.execute("ROLLBACK")
+        except BaseException:
+            connection.close(True)
+            raise
+        with self._pool_lock:
+            if not self._closed and len(self._idle) < READERS_KEPT:
+                self._idle.append(connection)
+                return
+        connection.close(True)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[Connection]:
+        """The writing connection outside any transaction, for what SQLite does not allow inside one."""
+        self._check()
+        with self._lock, translated(self.path):
+            self._check()
+            yield self._writer
+
+    def checkpoint(self, *, truncate: bool = False) -> bool:
+        """Copies the log into the file; True where all of it was. truncate: also waits for readers and empties the log."""
+        if self.memory or self.readonly:
+            return True
+        self._check()
+        # A connection of its own: a checkpoint does not keep writers of this process waiting.
+        with self._checkpoint_lock, translated(self.path):
+            if self._checkpointer is None:
+                self._checkpointer = self._connect(writable=True)
+            mode = apsw.SQLITE_CHECKPOINT_TRUNCATE if truncate else apsw.SQLITE_CHECKPOINT_PASSIVE
+            try:
+                in_log, done = self._checkpointer.wal_checkpoint(mode=mode)
+            except (apsw.BusyError, apsw.LockedError):
+                return False
+            return in_log == done
+
+    def wal_bytes(self) -> int:
+        """Bytes of the write-ahead log's file."""
+        if self.memory:
+            return 0
+        try:
+            return os.stat(self.path + "-wal").st_size
+        except FileNotFoundError:
+            return 0
+
+    def file_bytes(self) -> int:
+        """Bytes of the file and its log."""
+        if self.memory:
+            with self.read() as connection:
+                return int(connection.pragma("page_count")) * int(connection.pragma("page_size"))
+        return os.stat(self.path).st_size + self.wal_bytes()
+
+    def close(self) -> None:
+        """Closes every connection; safe to call twice, and after a fork (then it leaves SQLite alone)."""
+        with self._pool_lock:
+            if self._closed:
+                return
+            self._closed = True
+            idle, self._idle = self._idle, []
+        if os.getpid() != self._pid:
+            return
+        with self._lock, self._checkpoint_lock, translated(self.path):
+            for connection in (*idle, self._checkpointer, self._writer):
+                if connection is not None:
+                    connection.close(True)
+
+
+def apply_key(connection: Connection, key: str, path: str) -> None:
+    """Sets the key of an encrypted file; WrongKeyError where the installed apsw can not encrypt."""
+    if not hasattr(apsw, "mc_version"):
+        raise WrongKeyError(
+            f"{path} needs a key, and the installed apsw can not encrypt", path=path, hint="pip install apsw-sqlite3mc"
+        )
+    connection.pragma("key", key)
+
+
+def user_version(connection: Connection) -> int:
+    return int(connection.pragma("user_version"))
+
+
+def application_id(connection: Connection) -> int:
+    return int(connection.pragma("application_id"))
+
+
+def is_empty(connection: Connection) -> bool:
+    """True where the database holds nothing at all."""
+    return connection.execute("SELECT count(*) FROM sqlite_schema").get == 0
+
+
+def run_script(connection: Connection, sql: str) -> None:
+    """Runs statements inside the transaction that is open."""
+    for _ in connection.execute(sql):
+        pass
+
+
+def sqlite_version() -> str:
+    return apsw.sqlite_lib_version()
+
+
+Row: TypeAlias = tuple[Any, ...]

@@ -1,0 +1,94 @@
+"""The token-prefix index: which stored entry shares the longest prefix with a token sequence.
+
+Keys are the little-endian int32 bytes of the tokens, ordered by memcmp. Whatever that order is, the entries that share
+the longest prefix with a request are the ones next to it, so two seeks in a b-tree answer, whatever the number of
+entries. An entry that can only serve certain prefixes as a whole (its own, or up to a checkpoint) is found by walking
+from the request towards shorter prefixes: each seek gives either a stored prefix, or a shorter bound for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from . import queries
+from .db import Connection
+from .records import Tokens
+
+Rows = Iterator[tuple[int, bytes, "int | None"]]
+
+
+def key_of(tokens: Tokens) -> bytes:
+    """The index key of tokens of shape (n,), int32."""
+    return np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+
+
+def common(a: bytes, b: bytes) -> int:
+    """How many leading tokens two keys have in common."""
+    n = min(len(a), len(b)) // 4
+    x, y = np.frombuffer(a, "<i4", n), np.frombuffer(b, "<i4", n)
+    at = 0
+    step = 256  # most pairs part early or not at all
+    while at < n:
+        differs = x[at : at + step] != y[at : at + step]
+        if differs.any():
+            return at + int(differs.argmax())
+        at += step
+        step *= 4
+    return n
+
+
+def _stored_prefixes(rows: Callable[[bytes], Rows], key: bytes) -> Iterator[tuple[int, int, int | None]]:
+    """(id, n_tokens, expires_at) of every row that is a prefix of `key`, longest first."""
+    bound = key
+    while bound:
+        shorter = b""
+        for id, tokens, expires_at in rows(bound):
+            n = common(tokens, key)
+            if 4 * n == len(tokens):
+                yield id, n, expires_at
+            else:
+                shorter = key[: 4 * n]
+                break
+        bound = shorter
+
+
+def prefixes_of(c: Connection, fingerprint: int, key: bytes, now: int) -> Iterator[tuple[int, int]]:
+    """(id, n_tokens) of the live entries whose tokens are a prefix of `key` (or all of it), of either kind.
+
+    Longest first among those that can be cut, then among the others.
+    """
+    for cut in (True, False):
+
+        def rows(bound: bytes, cut: bool = cut) -> Rows:
+            return queries.at_or_before(c, fingerprint, cut, bound)
+
+        for id, n, expires_at in _stored_prefixes(rows, key):
+            if expires_at is None or expires_at > now:
+                yield id, n
+
+
+def longest(c: Connection, fingerprint: int, key: bytes, now: int) -> tuple[int, int] | None:
+    """(id, n_common) of the live entry that can serve the most leading tokens of `key`; None where none serves any."""
+    best: tuple[int, int] | None = None
+
+    def offer(id: int, n: int) -> None:
+        nonlocal best
+        if n and (best is None or n > best[1]):
+            best = (id, n)
+
+    for neighbours in (queries.at_or_before(c, fingerprint, True, key), queries.after(c, fingerprint, True, key)):
+        for id, tokens, expires_at in neighbours:
+            if expires_at is None or expires_at > now:
+                offer(id, common(tokens, key))
+                break
+    for rows in (
+        lambda bound: queries.at_or_before(c, fingerprint, False, bound),
+        lambda bound: queries.cut_at_or_before(c, fingerprint, bound),
+    ):
+        for id, n, expires_at in _stored_prefixes(rows, key):
+            if expires_at is None or expires_at > now:
+                offer(id, n)
+                break
+    return best

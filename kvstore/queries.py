@@ -1,0 +1,334 @@
+"""Every SQL statement, as a typed function of a connection. Ids are unsigned outside and signed inside the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from .db import Connection
+from .records import Entry, EntryClass, Source, Tokens
+
+_U64 = 1 << 64
+_I63 = 1 << 63
+
+
+def signed(id: int) -> int:
+    return id - _U64 if id >= _I63 else id
+
+
+def unsigned(id: int) -> int:
+    return id + _U64 if id < 0 else id
+
+
+@dataclass(frozen=True, slots=True)
+class BlobRow:
+    """One state of an entry as it lies in the file; `kind` is 'full' or 'bkvd', `stored` the bytes in chunks."""
+
+    id: int
+    part: str
+    kind: str
+    size: int
+    stored: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    entries: int
+    size: int
+    stored: int
+
+
+# -- fingerprints
+
+
+def fingerprint_id(c: Connection, text: str) -> int | None:
+    row = c.execute("SELECT id FROM fingerprints WHERE text = ?", (text,)).fetchone()
+    return None if row is None else int(row[0])
+
+
+def add_fingerprint(c: Connection, text: str) -> int:
+    c.execute("INSERT INTO fingerprints(text) VALUES(?) ON CONFLICT DO NOTHING", (text,))
+    found = fingerprint_id(c, text)
+    assert found is not None
+    return found
+
+
+# -- entries and meta
+
+_ENTRY = """e.id, e.n_tokens, m.n_images, m.class, m.source, m.created_at, m.last_used, m.expires_at, m.ttl, m.hits,
+ m.family, m.n_input, m.excerpt, m.parent, m.size, m.stored"""
+_FROM = "FROM entries e JOIN meta m ON m.entry = e.id"
+
+
+def _entry(row: Sequence[Any]) -> Entry:
+    return Entry(
+        id=unsigned(row[0]),
+        n_tokens=row[1],
+        n_images=row[2],
+        entry_class=cast(EntryClass, row[3]),
+        source=cast(Source, row[4]),
+        created_at=row[5],
+        last_used=row[6],
+        expires_at=row[7],
+        ttl=row[8],
+        hits=row[9],
+        family=unsigned(row[10]),
+        n_input=row[11],
+        excerpt=row[12],
+        parent=None if row[13] is None else unsigned(row[13]),
+        size=row[14],
+        stored=row[15],
+    )
+
+
+def entry(c: Connection, id: int, fingerprint: int | None) -> Entry | None:
+    """The entry of this id; with a fingerprint, only if it is the entry's."""
+    sql = f"SELECT {_ENTRY} {_FROM} WHERE e.id = ? AND (?2 IS NULL OR e.fingerprint = ?2)"
+    row = c.execute(sql, (signed(id), fingerprint)).fetchone()
+    return None if row is None else _entry(row)
+
+
+def entries_page(
+    c: Connection, after: int, limit: int, fingerprint: int | None, family: int | None, entry_class: str | None, now: int
+) -> list[Entry]:
+    """Up to `limit` entries with a signed id above `after`, in that order, expired ones left out."""
+    sql = f"""SELECT {_ENTRY} {_FROM} WHERE e.id > ?1 AND (?2 IS NULL OR e.fingerprint = ?2)
+ AND (?3 IS NULL OR m.family = ?3) AND (?4 IS NULL OR m.class = ?4) AND (m.expires_at IS NULL OR m.expires_at > ?5)
+ ORDER BY e.id LIMIT ?6"""
+    values = (after, fingerprint, None if family is None else signed(family), entry_class, now, limit)
+    return [_entry(row) for row in c.execute(sql, values)]
+
+
+def fingerprint_of(c: Connection, id: int) -> str | None:
+    sql = "SELECT f.text FROM entries e JOIN fingerprints f ON f.id = e.fingerprint WHERE e.id = ?"
+    row = c.execute(sql, (signed(id),)).fetchone()
+    return None if row is None else str(row[0])
+
+
+def tokens(c: Connection, id: int) -> Tokens | None:
+    row = c.execute("SELECT tokens FROM entries WHERE id = ?", (signed(id),)).fetchone()
+    return None if row is None else np.frombuffer(row[0], dtype="<i4").astype(np.int32)
+
+
+def insert_entry(c: Connection, e: Entry, fingerprint: int, token_bytes: bytes, cut_any: bool) -> None:
+    c.execute(
+        "INSERT INTO entries(id, fingerprint, cut_any, n_tokens, tokens) VALUES(?,?,?,?,?)",
+        (signed(e.id), fingerprint, int(cut_any), e.n_tokens, token_bytes),
+    )
+    c.execute(
+        """INSERT INTO meta(entry, class, source, created_at, last_used, expires_at, ttl, hits, family, n_input, n_images,
+ size, stored, parent, excerpt) VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)""",
+        (
+            signed(e.id), e.entry_class, e.source, e.created_at, e.last_used, e.expires_at, e.ttl, e.hits,
+            signed(e.family), e.n_input, e.n_images, e.size, e.stored,
+            None if e.parent is None else signed(e.parent), e.excerpt,
+        ),
+    )  # fmt: skip
+
+
+def update_meta(c: Connection, e: Entry) -> None:
+    """Writes every field of meta anew."""
+    c.execute(
+        """UPDATE meta SET class=?, source=?, created_at=?, last_used=?, expires_at=?, ttl=?, hits=?, family=?, n_input=?,
+ n_images=?, size=?, stored=?, parent=?, excerpt=? WHERE entry=?""",
+        (
+            e.entry_class, e.source, e.created_at, e.last_used, e.expires_at, e.ttl, e.hits, signed(e.family), e.n_input,
+            e.n_images, e.size, e.stored, None if e.parent is None else signed(e.parent), e.excerpt, signed(e.id),
+        ),
+    )  # fmt: skip
+
+
+def set_family_flags(c: Connection, id: int, saved: bool, reused: bool) -> None:
+    c.execute("UPDATE meta SET saved=?, reused=? WHERE entry=?", (int(saved), int(reused), signed(id)))
+
+
+def insert_cuts(c: Connection, id: int, fingerprint: int, token_bytes: bytes, counts: Sequence[int]) -> None:
+    """Registers the token counts at which an entry that cannot be cut anywhere can be cut."""
+    c.executemany(
+        "INSERT INTO cuts(entry, fingerprint, n_tokens, tokens) VALUES(?,?,?,?)",
+        [(signed(id), fingerprint, n, token_bytes[: 4 * n]) for n in counts],
+    )
+
+
+def cut_counts(c: Connection, id: int) -> list[int]:
+    return [r[0] for r in c.execute("SELECT n_tokens FROM cuts WHERE entry = ? ORDER BY n_tokens", (signed(id),))]
+
+
+def cut_any(c: Connection, id: int) -> bool:
+    row = c.execute("SELECT cut_any FROM entries WHERE id = ?", (signed(id),)).fetchone()
+    return row is not None and bool(row[0])
+
+
+def delete_entry(c: Connection, id: int) -> None:
+    """Deletes an entry; its meta, blobs and chunks, and the entries stored against it, go with it (ON DELETE CASCADE)."""
+    c.execute("DELETE FROM entries WHERE id = ?", (signed(id),))
+
+
+def children(c: Connection, id: int) -> list[int]:
+    return [unsigned(r[0]) for r in c.execute("SELECT entry FROM meta WHERE parent = ?", (signed(id),))]
+
+
+def has_children(c: Connection, id: int) -> bool:
+    return c.execute("SELECT 1 FROM meta WHERE parent = ? LIMIT 1", (signed(id),)).fetchone() is not None
+
+
+def touch(c: Connection, id: int, hits: int, used: int) -> None:
+    c.execute(
+        "UPDATE meta SET hits = hits + ?, last_used = max(last_used, ?) WHERE entry = ?", (hits, used, signed(id))
+    )
+
+
+# -- the order of token sequences
+
+
+def at_or_before(c: Connection, fingerprint: int, cut: bool, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
+    """(id, tokens, expires_at) of the entries that sort at or before `key`, nearest first."""
+    sql = """SELECT e.id, e.tokens, m.expires_at FROM entries e JOIN meta m ON m.entry = e.id
+ WHERE e.fingerprint = ? AND e.cut_any = ? AND e.tokens <= ? ORDER BY e.tokens DESC"""
+    for row in c.execute(sql, (fingerprint, int(cut), key)):
+        yield unsigned(row[0]), row[1], row[2]
+
+
+def after(c: Connection, fingerprint: int, cut: bool, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
+    """(id, tokens, expires_at) of the entries that sort after `key`, nearest first."""
+    sql = """SELECT e.id, e.tokens, m.expires_at FROM entries e JOIN meta m ON m.entry = e.id
+ WHERE e.fingerprint = ? AND e.cut_any = ? AND e.tokens > ? ORDER BY e.tokens"""
+    for row in c.execute(sql, (fingerprint, int(cut), key)):
+        yield unsigned(row[0]), row[1], row[2]
+
+
+def cut_at_or_before(c: Connection, fingerprint: int, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
+    """(entry, first tokens, expires_at) of the cuts that sort at or before `key`, nearest first."""
+    sql = """SELECT k.entry, k.tokens, m.expires_at FROM cuts k JOIN meta m ON m.entry = k.entry
+ WHERE k.fingerprint = ? AND k.tokens <= ? ORDER BY k.tokens DESC"""
+    for row in c.execute(sql, (fingerprint, key)):
+        yield unsigned(row[0]), row[1], row[2]
+
+
+def same_tokens(c: Connection, fingerprint: int, key: bytes) -> list[int]:
+    sql = "SELECT id FROM entries WHERE fingerprint = ? AND cut_any IN (0, 1) AND tokens = ?"
+    return [unsigned(r[0]) for r in c.execute(sql, (fingerprint, key))]
+
+
+# -- blobs and chunks
+
+
+def blobs(c: Connection, id: int) -> list[BlobRow]:
+    sql = "SELECT id, part, kind, size, stored, digest FROM blobs WHERE entry = ? ORDER BY part DESC"
+    return [BlobRow(*row) for row in c.execute(sql, (signed(id),))]
+
+
+def stage_blob(c: Connection, part: str, kind: str, size: int, stored: int, writer: str) -> int:
+    """A blob that belongs to no entry yet; gives its id."""
+    c.execute(
+        "INSERT INTO blobs(part, kind, size, stored, writer) VALUES(?,?,?,?,?)", (part, kind, size, stored, writer)
+    )
+    return c.last_insert_rowid()
+
+
+def finish_blob(c: Connection, blob: int, id: int, digest: bytes) -> bool:
+    """Hands a staged blob to its entry; False where the blob is gone."""
+    c.execute("UPDATE blobs SET entry = ?, digest = ?, writer = NULL WHERE id = ?", (signed(id), digest, blob))
+    return c.changes() == 1
+
+
+def insert_chunk(c: Connection, blob: int, seq: int, data: Any) -> None:
+    c.execute("INSERT INTO chunks(blob, seq, data) VALUES(?,?,?)", (blob, seq, data))
+
+
+def chunk_sizes(c: Connection, blob: int) -> list[tuple[int, int, int]]:
+    """(rowid, seq, bytes) of a blob's chunks, in order."""
+    sql = "SELECT id, seq, length(data) FROM chunks WHERE blob = ? ORDER BY seq"
+    return [(r[0], r[1], r[2]) for r in c.execute(sql, (blob,))]
+
+
+def chunk_total(c: Connection, blob: int) -> tuple[int, int]:
+    """Number and bytes of a blob's chunks."""
+    row = c.execute("SELECT count(*), coalesce(sum(length(data)), 0) FROM chunks WHERE blob = ?", (blob,)).fetchone()
+    return (0, 0) if row is None else (row[0], row[1])
+
+
+def delete_blob(c: Connection, blob: int) -> None:
+    c.execute("DELETE FROM blobs WHERE id = ?", (blob,))
+
+
+def staged(c: Connection) -> list[tuple[int, str]]:
+    """(blob, writer) of every blob that is being written, or was when its writer died."""
+    return [(r[0], r[1]) for r in c.execute("SELECT id, writer FROM blobs WHERE entry IS NULL")]
+
+
+# -- policy's questions
+
+
+def expired(c: Connection, now: int, limit: int) -> list[int]:
+    sql = "SELECT entry FROM meta WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
+    return [unsigned(r[0]) for r in c.execute(sql, (now, limit))]
+
+
+def least_recently_used(c: Connection, spare: int | None) -> tuple[int, str, int] | None:
+    """(id, class, stored bytes) of the entry to evict next: normal before learned and pinned, children before parents.
+
+    `spare` is an id that must stay.
+    """
+    keep = 0 if spare is None else signed(spare)
+    for classes in ("('normal')", "('learned', 'pinned')"):
+        rows = [
+            c.execute(
+                f"""SELECT m.entry, m.class, m.stored, m.last_used FROM meta m WHERE m.class = '{name}' AND m.entry <> ?
+ AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry) ORDER BY m.last_used, m.entry LIMIT 1""",
+                (keep,),
+            ).fetchone()
+            for name in ("normal", "learned", "pinned")
+            if name in classes
+        ]
+        found = [row for row in rows if row is not None]
+        if found:
+            id, name, stored, _ = min(found, key=lambda row: (row[3], row[0]))
+            return unsigned(id), name, stored
+    return None
+
+
+def totals(c: Connection) -> dict[str, Totals]:
+    return {r[0]: Totals(r[1], r[2], r[3]) for r in c.execute("SELECT class, entries, size, stored FROM totals")}
+
+
+def family_totals(c: Connection) -> list[tuple[int, int, int, int]]:
+    """(family, entries now, saved, reused)."""
+    sql = """SELECT f.id, (SELECT count(*) FROM meta m WHERE m.family = f.id), f.saved, f.reused FROM families f"""
+    return [(unsigned(r[0]), r[1], r[2], r[3]) for r in c.execute(sql)]
+
+
+def count_family(c: Connection, family: int, saved: int, reused: int) -> None:
+    c.execute(
+        """INSERT INTO families(id, saved, reused) VALUES(?1, ?2, ?3)
+ ON CONFLICT(id) DO UPDATE SET saved = saved + ?2, reused = reused + ?3""",
+        (signed(family), saved, reused),
+    )
+
+
+def counters(c: Connection) -> dict[str, int]:
+    return {r[0]: r[1] for r in c.execute("SELECT name, value FROM counters")}
+
+
+def count(c: Connection, name: str, by: int) -> None:
+    c.execute(
+        "INSERT INTO counters(name, value) VALUES(?1, ?2) ON CONFLICT(name) DO UPDATE SET value = value + ?2", (name, by)
+    )
+
+
+# -- space
+
+
+def pages(c: Connection) -> tuple[int, int, int]:
+    """(page size, pages in the file, free pages among them)."""
+    return int(c.pragma("page_size")), int(c.pragma("page_count")), int(c.pragma("freelist_count"))
+
+
+def incremental_vacuum(c: Connection, n_pages: int) -> None:
+    """Gives up to so many free pages back to the file system, at the next checkpoint."""
+    for _ in c.execute(f"PRAGMA incremental_vacuum({int(n_pages)})"):
+        pass

@@ -1,0 +1,1 @@
+"""The steps from each schema version to the next."""
