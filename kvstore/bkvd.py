@@ -1,0 +1,335 @@
+"""BKVD, the delta format: a state written as copies of bytes of its parent's state, and literals.
+
+Version 1, little-endian, packed:
+
+    u32 magic (the bytes BKVD) · u32 version = 1 · u64 parent id · u64 parent size · u64 parent hash · u64 size
+    u32 op count · ops:  COPY     u8 0, u64 source offset in the parent, u64 length
+                         LITERAL  u8 1, u64 length, the bytes
+
+The ops rebuild the state in order. The parent hash is FNV-1a (64 bit, start 1469598103934665603) over the first, then
+the last min(size, 1 MiB) bytes, XOR size: enough to tell a parent that was replaced, and cheap beside the copying.
+
+What becomes a COPY (so that two encoders give the same bytes): cells of parent and child are paired by position and extra
+position bytes, stream by stream; section by section, row by row, cell by cell in the child's order, a cell whose bytes
+equal those of its pair is shared; spans that follow each other on both sides are one COPY; the rest is LITERAL, one op a
+run. With `content=True`, literal runs of 4 KiB and more are also searched for runs of 4 KiB that the parent holds anywhere.
+
+`encode` refuses (None), since the state is then better stored whole:
+    either state is empty, or not understood        there are no cells to pair
+    the child is a delta                            a chain of deltas would need all of its links
+    the numbers of streams differ                   the states are of different contexts
+    less than min_saved is shared, or the delta is not smaller by min_saved      reading two entries would not pay
+`decode` refuses (DeltaError), in this order:
+    not a shared state               no full header, other magic or version
+    its prefix is not in the cache   no parent, or its id, size or hash is not the header's: copies would be of other bytes
+    truncated                        an op, or its first argument, is not there
+    truncated literal                fewer bytes follow than the literal has
+    copy out of range                no length follows, or the bytes are not all in the parent
+    unknown op                       neither 0 nor 1
+    size mismatch                    the ops give more or fewer bytes than the header says, or bytes follow the last op
+Nothing is allocated before all ops were checked: a header's size is a claim, the sum of the ops is not.
+
+Anything bytes-like goes in, C-contiguous, and is not copied. The calls into C release the GIL.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import sys
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import layout
+from kvstore._native import ffi, lib
+from kvstore.errors import DeltaError, InvalidInputError, LayoutError
+from kvstore.records import Bytes, Delta, Section, Stream
+
+MAGIC = 0x44564B42
+VERSION = 1
+MIN_SAVED = 16 << 20
+
+_HEADER = struct.Struct("<IIQQQQI")
+_U64 = 0xFFFFFFFFFFFFFFFF
+
+Run: TypeAlias = npt.NDArray[np.uint64]
+
+_MESSAGES = {
+    lib.KV_TRUNCATED: "truncated",
+    lib.KV_TRUNCATED_LITERAL: "truncated literal",
+    lib.KV_COPY_RANGE: "copy out of range",
+    lib.KV_UNKNOWN_OP: "unknown op",
+    lib.KV_SIZE_MISMATCH: "size mismatch",
+}
+
+
+def is_delta(blob: Any) -> bool:
+    """Whether `blob` starts with the full header of a delta of version 1."""
+    return _header(_bytes(blob, "blob")) is not None
+
+
+def parent_id(blob: Any) -> int:
+    """The id of the parent that a delta was written against; 0 where `blob` is no delta."""
+    header = _header(_bytes(blob, "blob"))
+    return 0 if header is None else header[0]
+
+
+def size(blob: Any) -> int:
+    """Bytes of the state that a delta says it decodes to (a claim until decoded); 0 where `blob` is no delta."""
+    header = _header(_bytes(blob, "blob"))
+    return 0 if header is None else header[3]
+
+
+def sample_hash(blob: Any) -> int:
+    """The parent hash of the format, of a whole state."""
+    data = _bytes(blob, "blob")
+    with ffi.from_buffer("uint8_t[]", data) as p:
+        return int(lib.kv_sample_hash(p, data.size))
+
+
+def encode(
+    child: Any,
+    parent: Any,
+    parent_id: int,
+    *,
+    cell_ext: int | None = None,
+    min_saved: int = MIN_SAVED,
+    content: bool = False,
+    parent_hash: int | None = None,
+) -> Delta | None:
+    """The delta of `child` against `parent`, or None where it is refused (see the module's text).
+
+    `cell_ext` is the number of extra position bytes a cell, None = detect. `content` also searches by content.
+    `parent_hash` is `sample_hash(parent)` where the caller has it. InvalidInputError: not bytes-like, not contiguous, or
+    a number out of range.
+    """
+    child, parent = _bytes(child, "child"), _bytes(parent, "parent")
+    id_, saved = _u64(parent_id, "parent_id"), _index(min_saved, "min_saved")
+    if saved < 0:
+        raise InvalidInputError(f"min_saved is {saved}, below 0")
+    limit = child.size - saved
+    if not child.size or not parent.size or limit < _HEADER.size or int.from_bytes(child[:4].tobytes(), "little") == MAGIC:
+        return None
+    try:
+        ours, theirs = layout.parse(child, cell_ext), layout.parse(parent, cell_ext)
+    except LayoutError:
+        return None
+    if ours.stream_counts != theirs.stream_counts:
+        return None
+    sections, runs = _pairs(ours.streams, theirs.streams)
+    if not content and _shareable(sections, runs) < max(saved, 1):
+        return None
+    encoded = _encode(child, parent, sections, runs, limit, content)
+    if encoded is None or encoded.shared < saved:
+        return None
+    hash_ = sample_hash(parent) if parent_hash is None else _u64(parent_hash, "parent_hash")
+    _HEADER.pack_into(encoded.data, 0, MAGIC, VERSION, id_, parent.size, hash_, child.size, encoded.n_ops)
+    return encoded
+
+
+def decode(
+    delta: Any, parent: Any, parent_id: int, out: Any = None, *, parent_hash: int | None = None
+) -> Bytes:
+    """The state that `delta` encodes, as uint8, shape (size,): a new array, or `out` (writable, of exactly that size).
+
+    `parent` may be None where there is none; `parent_hash` is `sample_hash(parent)` where the caller has it.
+    DeltaError: the delta is not valid, or of another parent. InvalidInputError: `out` is not of the state's size, or
+    shares memory with an input. MemoryError: there is no room for the state.
+    """
+    data = _bytes(delta, "delta")
+    header = _header(data)
+    if header is None:
+        raise DeltaError("not a shared state")
+    base = np.empty(0, np.uint8) if parent is None else _bytes(parent, "parent")
+    if (
+        parent is None
+        or header[0] != parent_id
+        or header[1] != base.size
+        or header[2] != (sample_hash(base) if parent_hash is None else parent_hash)
+    ):
+        raise DeltaError("its prefix is not in the cache")
+    total = ffi.new("uint64_t *")
+    with ffi.from_buffer("uint8_t[]", data) as p, ffi.from_buffer("uint8_t[]", base) as q:
+        _check(lib.kv_check(p, data.size, base.size, total))
+        target = _output(out, int(total[0]), (data, base))
+        with ffi.from_buffer("uint8_t[]", target, require_writable=True) as o:
+            _check(lib.kv_apply(p, data.size, q, base.size, o, target.size))
+    return target
+
+
+def _check(code: int) -> None:
+    if code != lib.KV_OK:
+        raise DeltaError(_MESSAGES[code])
+
+
+def _output(out: Any, n: int, inputs: tuple[Bytes, ...]) -> Bytes:
+    if out is None:
+        try:
+            return np.empty(n, np.uint8)
+        except (MemoryError, ValueError, OverflowError) as error:
+            raise MemoryError(f"no room for a state of {n} bytes") from error
+    target = _bytes(out, "out")
+    if target.size != n:
+        raise InvalidInputError(f"out has {target.size} bytes, the state has {n}", given=target.size, needed=n)
+    if not target.flags.writeable:
+        raise InvalidInputError("out is read-only")
+    if any(np.may_share_memory(target, data) for data in inputs):
+        raise InvalidInputError("out shares memory with the delta or its parent")
+    return target
+
+
+def _bytes(blob: Any, name: str) -> Bytes:
+    """`blob` as uint8, shape (n,), without a copy."""
+    if isinstance(blob, np.ndarray) and blob.dtype == np.uint8 and blob.ndim == 1 and blob.flags.c_contiguous:
+        return blob
+    try:
+        view = memoryview(blob)
+    except (TypeError, ValueError, BufferError) as error:
+        raise InvalidInputError(f"{name} is not bytes-like: {type(blob).__name__}") from error
+    if not view.c_contiguous:
+        raise InvalidInputError(f"{name} is not contiguous")
+    return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
+
+
+def _index(value: Any, name: str) -> int:
+    try:
+        return int(value.__index__())
+    except AttributeError as error:
+        raise InvalidInputError(f"{name} is no integer: {type(value).__name__}") from error
+
+
+def _u64(value: Any, name: str) -> int:
+    number = _index(value, name)
+    if not 0 <= number <= _U64:
+        raise InvalidInputError(f"{name} is {number}, not an unsigned 64-bit integer")
+    return number
+
+
+def _header(data: Bytes) -> tuple[int, int, int, int] | None:
+    """Parent id, parent size, parent hash and size; None where `data` is no delta."""
+    if data.size < _HEADER.size:
+        return None
+    magic, version, *fields, _ = _HEADER.unpack_from(data)
+    return (fields[0], fields[1], fields[2], fields[3]) if (magic, version) == (MAGIC, VERSION) else None
+
+
+def _pairs(ours: list[Stream], theirs: list[Stream]) -> tuple[list[tuple[int, ...]], Run]:
+    """The sections that both sides have, as kv_section's fields, and the runs of cells they refer to, shape (n, 3)."""
+    sections: list[tuple[int, ...]] = []
+    runs = [np.empty((0, 3), np.uint64)]
+    n_runs = 0
+    for child, parent in zip(ours, theirs, strict=True):
+        if len(child.sections) != len(parent.sections):
+            continue
+        found = _runs(child, parent)
+        if len(found) == 0:
+            continue
+        for a, b in zip(child.sections, parent.sections, strict=True):
+            if (a.width, a.rows) == (b.width, b.rows) and a.width:
+                sections.append(_section(a, b, child.n_cells, parent.n_cells, n_runs, len(found)))
+        runs.append(found)
+        n_runs += len(found)
+    return sections, np.concatenate(runs)
+
+
+def _section(a: Section, b: Section, n_child: int, n_parent: int, first_run: int, n_runs: int) -> tuple[int, ...]:
+    return (a.start, b.start, a.width * n_child, b.width * n_parent, a.rows, a.width, first_run, n_runs)
+
+
+def _runs(child: Stream, parent: Stream) -> Run:
+    """Cells of equal key, as runs (child cell, parent cell, number) that are consecutive on both sides. uint64 (n, 3)."""
+    none = np.empty((0, 3), np.uint64)
+    n, ext = child.n_cells, child.ext.shape[1]
+    if n == 0 or parent.n_cells == 0 or ext != parent.ext.shape[1]:
+        return none
+    keys = np.zeros((n + parent.n_cells, 1 + -(-ext // 4)), np.uint32)
+    keys[:, 0] = np.concatenate([child.pos, parent.pos]).view(np.uint32)
+    keys.view(np.uint8)[:, 4 : 4 + ext] = np.concatenate([child.ext, parent.ext])
+    order = np.lexsort(keys.T) if ext else np.argsort(keys[:, 0], kind="stable")
+    new = np.ones(len(order), np.bool_)
+    new[1:] = (keys[order[1:]] != keys[order[:-1]]).any(axis=1)
+    key = np.empty(len(order), np.int64)
+    key[order] = np.cumsum(new) - 1
+    ours, theirs = key[:n], key[n:]
+    place = np.full(int(new.sum()), -1, np.int64)
+    place[theirs] = np.arange(len(theirs))
+    if (place[theirs] != np.arange(len(theirs))).any():
+        return none  # a key twice: nobody can tell which of the two cells the child went on from
+    at = place[ours]
+    paired = at >= 0
+    first = paired.copy()
+    first[1:] &= ~(paired[:-1] & (at[1:] == at[:-1] + 1))
+    starts = np.flatnonzero(first)
+    # A run ends where the next one starts, or where cells without a pair do.
+    count = np.add.reduceat(paired, starts, dtype=np.int64) if len(starts) else starts
+    return np.stack([starts, at[starts], count], axis=1).astype(np.uint64)
+
+
+def _shareable(sections: list[tuple[int, ...]], runs: Run) -> int:
+    """Bytes of all paired cells: the most that the rule can share."""
+    ends = np.concatenate([[0], np.cumsum(runs[:, 2], dtype=np.int64)])
+    return sum(rows * width * int(ends[first + n] - ends[first]) for *_, rows, width, first, n in sections)
+
+
+class _Growing:
+    """Output that grows in small steps: more bytes than it is given are never touched, or copied.
+
+    On Linux it is an anonymous mapping, since only there mremap moves pages instead of bytes; a realloc of a few MB
+    may stay in the heap, where it copies and for a moment holds both.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.mapping: mmap.mmap | None = None
+        self.array: Bytes | None = None
+        if sys.platform == "linux":
+            self.mapping = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self.array = np.empty(room, np.uint8)
+
+    def grow(self, room: int) -> None:
+        if self.mapping is not None:
+            self.mapping.resize(room)
+        elif self.array is not None:
+            self.array.resize(room, refcheck=False)
+
+    def buffer(self) -> Any:
+        return self.mapping if self.mapping is not None else self.array
+
+    def finish(self, n: int) -> Bytes:
+        self.grow(n)
+        return np.frombuffer(self.mapping, np.uint8, n) if self.mapping is not None else self.array  # type: ignore[return-value]
+
+
+def _encode(
+    child: Bytes, parent: Bytes, sections: list[tuple[int, ...]], runs: Run, limit: int, content: bool
+) -> Delta | None:
+    step = max(child.size // 128, 64 << 10)
+    room = min(step, limit)
+    out = _Growing(room)
+    e = ffi.new("kv_encoder *")
+    with (
+        ffi.from_buffer("uint8_t[]", child) as c,
+        ffi.from_buffer("uint8_t[]", parent) as p,
+        ffi.from_buffer("kv_run[]", runs) as r,
+    ):
+        table = ffi.new("kv_section[]", sections)
+        e.child, e.child_size, e.parent, e.parent_size = c, child.size, p, parent.size
+        e.sections, e.n_sections, e.runs, e.n_runs, e.limit = table, len(sections), r, len(runs), limit
+        if content and (scratch_size := int(lib.kv_index_size(parent.size))):
+            scratch = np.empty(-(-scratch_size // 8), np.uint64)
+            index = ffi.new("kv_index *")
+            index.scratch, index.scratch_size = ffi.from_buffer(scratch), scratch_size
+            e.index = index
+        while True:
+            with ffi.from_buffer("uint8_t[]", out.buffer(), require_writable=True) as o:
+                e.out, e.out_room = o, room
+                code = lib.kv_encode(e)
+            if code != lib.KV_MORE:
+                break
+            room = min(max(int(e.need), room + step), limit)
+            out.grow(room)
+    if code == lib.KV_BAD_SECTIONS:
+        raise LayoutError("a parsed section lies outside of its state, or before the one in front of it")
+    return Delta(out.finish(int(e.out_size)), int(e.shared), int(e.n_ops)) if code == lib.KV_OK else None

@@ -1,0 +1,61 @@
+/* Comparing bytes. */
+#ifndef KVSTORE_BYTES_H
+#define KVSTORE_BYTES_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__SSE2__) || defined(_M_X64) || (defined(_M_IX86_FP) && _M_IX86_FP >= 2)
+#include <emmintrin.h>
+#define KV_SSE2 1
+#else
+#define KV_SSE2 0
+#endif
+
+#if defined(_MSC_VER) && !defined(__clang__)
+#define KV_INLINE static __forceinline
+#else
+#define KV_INLINE static inline
+#endif
+
+KV_INLINE uint64_t load64(const uint8_t *p)
+{
+    uint64_t x;
+    memcpy(&x, p, 8);
+    return x;
+}
+
+/* The number of leading bytes that are equal. */
+KV_INLINE uint64_t equal_bytes(const uint8_t *a, const uint8_t *b, uint64_t n)
+{
+    uint64_t i = 0;
+    if (n >= 8 && load64(a) != load64(b))
+        n = 8;
+    /* memcmp is as fast as the memory, but does not say where: hence in blocks. */
+    while (n - i >= 64) {
+        uint64_t block = n - i < 4096 ? n - i : 4096;
+        if (memcmp(a + i, b + i, (size_t)block) != 0)
+            break;
+        i += block;
+    }
+    while (n - i >= 8 && load64(a + i) == load64(b + i))
+        i += 8;
+    while (i < n && a[i] == b[i])
+        i++;
+    return i;
+}
+
+/* The number of equal bytes just before a and b, at most n. */
+KV_INLINE uint64_t equal_bytes_before(const uint8_t *a, const uint8_t *b, uint64_t n)
+{
+    uint64_t i = 0;
+    while (n - i >= 4096 && memcmp(a - i - 4096, b - i - 4096, 4096) == 0)
+        i += 4096;
+    while (n - i >= 8 && load64(a - i - 8) == load64(b - i - 8))
+        i += 8;
+    while (i < n && *(a - i - 1) == *(b - i - 1))
+        i++;
+    return i;
+}
+
+#endif

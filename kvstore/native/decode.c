@@ -1,0 +1,175 @@
+/* Decoding: one pass that checks, one that writes. Both read ops through the same function. */
+#include "bytes.h"
+#include "kernel.h"
+
+/* Outputs of this size and more go around the cache: the lines they fill are not read first. glibc's memcpy does so only
+ * for single calls of some 24 MB, which ops rarely are. */
+#define STREAM_FROM (UINT64_C(8) << 20)
+
+typedef struct {
+    const uint8_t *from;
+    uint64_t n;
+    int copy; /* `from` is an offset in the parent, in `at` */
+    uint64_t at;
+} op;
+
+static uint64_t get64(const uint8_t *p)
+{
+    uint64_t x = 0;
+    for (int i = 7; i >= 0; i--)
+        x = x << 8 | p[i];
+    return x;
+}
+
+static uint32_t get32(const uint8_t *p)
+{
+    return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+}
+
+static int next_op(const uint8_t *delta, uint64_t n, uint64_t *at, uint64_t parent_size, op *o)
+{
+    const uint8_t *p = delta + *at;
+    uint64_t left = n - *at;
+    if (left < 9)
+        return KV_TRUNCATED;
+    uint8_t code = p[0];
+    uint64_t arg = get64(p + 1);
+    left -= 9;
+    if (code == 1) {
+        if (arg > left)
+            return KV_TRUNCATED_LITERAL;
+        o->copy = 0;
+        o->from = p + 9;
+        o->n = arg;
+        *at += 9 + arg;
+        return KV_OK;
+    }
+    if (code == 0) {
+        if (left < 8)
+            return KV_COPY_RANGE;
+        uint64_t size = get64(p + 9);
+        if (arg > parent_size || size > parent_size - arg)
+            return KV_COPY_RANGE;
+        o->copy = 1;
+        o->at = arg;
+        o->n = size;
+        *at += 17;
+        return KV_OK;
+    }
+    return KV_UNKNOWN_OP;
+}
+
+int kv_check(const uint8_t *delta, uint64_t n, uint64_t parent_size, uint64_t *out_size)
+{
+    uint64_t at = KV_HEADER, sum = 0;
+    op o = {0};
+    if (n < KV_HEADER)
+        return KV_TRUNCATED;
+    for (uint64_t i = get32(delta + 40); i > 0; i--) {
+        int rc = next_op(delta, n, &at, parent_size, &o);
+        if (rc != KV_OK)
+            return rc;
+        sum = o.n > UINT64_MAX - sum ? UINT64_MAX : sum + o.n;
+    }
+    *out_size = sum;
+    return at == n && sum == get64(delta + 32) ? KV_OK : KV_SIZE_MISMATCH;
+}
+
+#if KV_SSE2
+/* Whole lines of 64 bytes go out with streaming stores; what does not fill one yet waits in `line`. */
+typedef struct {
+    uint8_t *to;
+    unsigned waiting;
+    uint8_t line[64];
+} stream;
+
+KV_INLINE void stream_line(uint8_t *to, const uint8_t *from)
+{
+    __m128i a = _mm_loadu_si128((const __m128i *)from);
+    __m128i b = _mm_loadu_si128((const __m128i *)(from + 16));
+    __m128i c = _mm_loadu_si128((const __m128i *)(from + 32));
+    __m128i d = _mm_loadu_si128((const __m128i *)(from + 48));
+    _mm_stream_si128((__m128i *)to, a);
+    _mm_stream_si128((__m128i *)(to + 16), b);
+    _mm_stream_si128((__m128i *)(to + 32), c);
+    _mm_stream_si128((__m128i *)(to + 48), d);
+}
+
+static void stream_write(stream *s, const uint8_t *from, uint64_t n)
+{
+    if (s->waiting) {
+        uint64_t part = 64 - s->waiting < n ? 64 - s->waiting : n;
+        memcpy(s->line + s->waiting, from, (size_t)part);
+        s->waiting += (unsigned)part;
+        from += part;
+        n -= part;
+        if (s->waiting < 64)
+            return;
+        stream_line(s->to, s->line);
+        s->to += 64;
+        s->waiting = 0;
+    }
+    uint8_t *to = s->to;
+    for (; n >= 64; n -= 64, from += 64, to += 64)
+        stream_line(to, from);
+    s->to = to;
+    memcpy(s->line, from, (size_t)n);
+    s->waiting = (unsigned)n;
+}
+#endif
+
+int kv_apply(const uint8_t *delta, uint64_t n, const uint8_t *parent, uint64_t parent_size, uint8_t *out,
+             uint64_t out_size)
+{
+    uint64_t at = KV_HEADER, done = 0;
+    int rc = KV_OK;
+    op o = {0};
+    if (n < KV_HEADER)
+        return KV_TRUNCATED;
+    uint64_t ops = get32(delta + 40);
+#if KV_SSE2
+    int streaming = out_size >= STREAM_FROM;
+    stream s;
+    s.to = out;
+    s.waiting = 0;
+    uint64_t head = (64 - (uint64_t)((uintptr_t)out & 63)) & 63;
+#endif
+    for (; ops > 0; ops--) {
+        if ((rc = next_op(delta, n, &at, parent_size, &o)) != KV_OK)
+            break;
+        if (o.n > out_size - done) {
+            rc = KV_SIZE_MISMATCH;
+            break;
+        }
+        if (o.n == 0)
+            continue;
+        const uint8_t *from = o.copy ? parent + o.at : o.from;
+#if KV_SSE2
+        if (streaming) {
+            uint64_t size = o.n;
+            if (done < head) { /* up to the first whole line */
+                uint64_t part = head - done < size ? head - done : size;
+                memcpy(out + done, from, (size_t)part);
+                s.to += part;
+                from += part;
+                size -= part;
+            }
+            if (size)
+                stream_write(&s, from, size);
+            done += o.n;
+            continue;
+        }
+#endif
+        memcpy(out + done, from, (size_t)o.n);
+        done += o.n;
+    }
+#if KV_SSE2
+    if (streaming) {
+        memcpy(s.to, s.line, s.waiting);
+        _mm_sfence();
+    }
+#endif
+    if (rc == KV_OK && (at != n || done != out_size))
+        rc = KV_SIZE_MISMATCH;
+    return rc;
+}

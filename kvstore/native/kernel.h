@@ -1,0 +1,103 @@
+/* The kernel of the BKVD codec. It knows no Python, keeps no globals and allocates nothing: every buffer is the caller's.
+ * Sizes and offsets are in bytes unless said otherwise. Inputs may change while a call runs (another thread holds the
+ * same memory): the result is then undefined, every access stays in bounds. */
+#ifndef KVSTORE_KERNEL_H
+#define KVSTORE_KERNEL_H
+
+#include <stdint.h>
+
+/* cdef: begin */
+enum {
+    KV_OK = 0,
+    KV_MORE = 1,          /* encode: give `need` bytes of output and call again */
+    KV_REFUSED = 2,       /* encode: the delta would be larger than `limit`, or have too many ops */
+    KV_BAD_SECTIONS = 3,  /* encode: sections out of order or out of bounds */
+    KV_TRUNCATED = 4,     /* decode, in the order of the format's messages */
+    KV_TRUNCATED_LITERAL = 5,
+    KV_COPY_RANGE = 6,
+    KV_UNKNOWN_OP = 7,
+    KV_SIZE_MISMATCH = 8
+};
+
+enum { KV_HEADER = 44, KV_MIN_RUN = 4096, KV_PATTERNS = 64 };
+
+/* Cells child .. child + cells stand at parent .. parent + cells in the parent's stream. */
+typedef struct {
+    uint64_t child, parent, cells;
+} kv_run;
+
+/* A tensor that both sides have: `rows` rows, `width` bytes a cell, the runs first_run .. first_run + n_runs. */
+typedef struct {
+    uint64_t child, parent;          /* where it starts */
+    uint64_t child_row, parent_row;  /* bytes of one row */
+    uint64_t rows, width;
+    uint64_t first_run, n_runs;
+} kv_section;
+
+/* A stretch of the parent that repeats 8 bytes. */
+typedef struct {
+    uint64_t pattern, start, size;
+} kv_pattern;
+
+/* Samples of the parent, for the search by content. Zero it, set `scratch` and `scratch_size`. */
+typedef struct {
+    void *scratch;
+    uint64_t scratch_size;
+    int built;
+    uint64_t stride, n_samples, n_slots, n_words;
+    uint32_t index_mask;
+    uint32_t *slots;
+    uint64_t *filter;
+    kv_pattern patterns[KV_PATTERNS];
+} kv_index;
+
+/* One encoding. Zero it, set the first block; set `out` and `out_room` before each call. */
+typedef struct {
+    const uint8_t *child, *parent;
+    uint64_t child_size, parent_size;
+    const kv_section *sections;
+    uint64_t n_sections;
+    const kv_run *runs;
+    uint64_t n_runs;
+    uint64_t limit;   /* the most bytes the delta may have */
+    kv_index *index;  /* NULL: no search by content */
+
+    uint8_t *out;
+    uint64_t out_room;
+
+    uint64_t out_size, need;
+    uint64_t shared, n_ops;
+
+    /* where the walk stands */
+    uint64_t section, row, run, cell;
+    uint64_t literal;                          /* first byte of the child that no written op has */
+    uint64_t open_child, open_parent, open_n;  /* a COPY that may still grow */
+    uint64_t gap;                              /* end of the last span that was pushed */
+    uint64_t span_child, span_parent, span_n;  /* a span of the rule, not pushed yet */
+    uint64_t hit_child, hit_parent, hit_n;     /* a span found by content, not pushed yet */
+    uint64_t budget;                           /* bytes that the search of this gap may still compare */
+    int waiting, at_end, searching;
+} kv_encoder;
+
+/* FNV-1a over the first and the last min(n, 1 MiB) bytes, XOR n: the format's parent hash. */
+uint64_t kv_sample_hash(const uint8_t *p, uint64_t n);
+
+/* Writes the ops (not the header: its 44 bytes are left free) to e->out. KV_OK: done, e->out_size bytes.
+ * KV_MORE: the output is full; nothing is lost, go on with a larger one that holds the same bytes. */
+int kv_encode(kv_encoder *e);
+
+/* The scratch an index of this parent wants, at most 1 % of it from 8 MiB on; 0: it cannot be searched. */
+uint64_t kv_index_size(uint64_t parent_size);
+
+/* Checks every op and adds up the output's size, saturating. Writes nothing else. */
+int kv_check(const uint8_t *delta, uint64_t n, uint64_t parent_size, uint64_t *out_size);
+
+/* Writes the output. Checks again as it goes: the delta may have changed since kv_check. */
+int kv_apply(const uint8_t *delta, uint64_t n, const uint8_t *parent, uint64_t parent_size, uint8_t *out,
+             uint64_t out_size);
+/* cdef: end */
+
+/* search.c: the next run of KV_MIN_RUN bytes or more of child[from, to) that the parent has, into e->hit_*; 0: none. */
+int kv_search(kv_encoder *e, uint64_t from, uint64_t to);
+
+#endif
