@@ -1,12 +1,13 @@
 """Layouts of llama.cpp sequence states: where the cells and rows of a state are, and cutting a state at a position.
 
-    layout.parse(blob)           -> Layout: envelope, parts, streams, checkpoints
-    layout.crop(blob, n_tokens)  -> the state of the first n_tokens positions
+layout.parse(blob)           -> Layout: envelope, parts, streams, checkpoints
+layout.crop(blob, n_tokens)  -> the state of the first n_tokens positions
 """
 
 from __future__ import annotations
 
+from .layout_crop import crop
 from .layout_parse import parse
 from .layout_types import AttentionPart, Checkpoint, Layout, RecurrentPart
 
-__all__ = ["AttentionPart", "Checkpoint", "Layout", "RecurrentPart", "parse"]
+__all__ = ["AttentionPart", "Checkpoint", "Layout", "RecurrentPart", "crop", "parse"]

@@ -63,7 +63,9 @@ _CELL = struct.Struct("<iI")
 HEADER_BYTES = 12
 
 
-class Misfit(Exception):  # noqa: N818 - control flow of the grammar, never seen by a caller
+class Misfit(Exception):
+    """A candidate does not fit: `what` is wrong `at` this byte. Seen by the grammar alone."""
+
     def __init__(self, what: str, at: int) -> None:
         super().__init__(what)
         self.what = what
@@ -95,7 +97,7 @@ class Reader:
     def __init__(self, data: Bytes, stop: int | None = None) -> None:
         self.data = data
         self.stop = int(data.shape[0]) if stop is None else stop
-        self.view = memoryview(data)
+        self.view = data.data
         self._tables: dict[tuple[int, int, int, bool], Cells | Misfit] = {}
 
     def left(self, at: int) -> int:
@@ -120,7 +122,8 @@ class Reader:
 
     def column(self, at: int, n: int, stride: int, dtype: str) -> npt.NDArray[Any]:
         """A strided view of one field of a table. shape (n,)."""
-        return np.ndarray((n,), dtype, self.data, at, (stride,))
+        field: npt.NDArray[Any] = np.ndarray((n,), dtype, self.data, at, (stride,))
+        return field
 
     def cells(self, at: int, n: int, ext: int, bare: bool = False) -> Cells:
         """The table of `n` cells at `at`; `bare`: cells without a sequence id (n_seq 0)."""

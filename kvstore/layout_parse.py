@@ -1,6 +1,6 @@
 """Finds the layout of a llama.cpp state: which envelope, which parts, where every cell and tensor is.
 
-Nothing in a state names its layout, so candidates are tried, and the one that consumes the state to its last byte is it:
+Nothing in a state names its layout, so candidates are tried; the one that consumes the state to its last byte is it:
 
     envelope                by its magic; none: a context (its architecture's name leads), or a bare sequence state
     extra bytes a cell      0, 8, 12: one value for all caches of a state
@@ -8,9 +8,9 @@ Nothing in a state names its layout, so candidates are tried, and the one that c
     V                       there, or (MLA, indexers: nothing marks it) not: cache by cache
     next part               another attention cache, a recurrent state, the checkpoints, the end
 
-The forms without a stream count (before mid 2025) are tried when nothing else fits. After that, the candidate that leaves
-the shortest unknown tail is taken, unless the tail looks like a part that is cut short. Source: measured on the files of
-llama.cpp builds from February 2025 to October 2026.
+The forms without a stream count (before mid 2025) are tried when nothing else fits. After that, the candidate that
+leaves the shortest unknown tail is taken, unless the tail looks like a part that is cut short. Source: measured on the
+files of llama.cpp builds from February 2025 to October 2026.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class _Grammar:
         if 0 < n_stream <= MAX_STREAMS and n_cell > 0 and pos >= 0 and n_seq == 1:
             return True
         n_cell, pos, n_seq, trans, n_layer = struct.unpack_from("<IiIII", reader.view, at)
-        return n_cell == 1 and pos >= 0 and n_seq == 0 and trans == 0 and 0 < n_layer <= MAX_LAYERS
+        return bool(n_cell == 1 and pos >= 0 and n_seq == 0 and trans == 0 and 0 < n_layer <= MAX_LAYERS)
 
     # parts
 

@@ -203,7 +203,7 @@ class Layout:
         if n >= whole:
             return whole
         if self.can_crop:
-            return max(n, 0)
+            return max(0, min(n, self.attention[0].n_cells))
         return max((p for p in self.crop_points if p <= n), default=0)
 
     def can_serve(self, n: int) -> bool:

@@ -6,8 +6,8 @@
     words, packed          -1 | 1, the list's version | n | tokens[n] | n_media | start index[n_media]
                            | for each media chunk: u64 size, bytes | zeros up to a multiple of 4
 
-All little-endian. Source: llama.cpp's llama-context.cpp (LLAMA_STATE_SEQ_MAGIC, LLAMA_SESSION_MAGIC) and llama-server, which
-writes the packed list since August 2026. A plain list never starts with -1, which is no token id.
+All little-endian. Source: llama.cpp's llama-context.cpp (LLAMA_STATE_SEQ_MAGIC, LLAMA_SESSION_MAGIC) and llama-server,
+which writes the packed list since August 2026. A plain list never starts with -1, which is no token id.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def read_head(data: Bytes) -> Head:
     size = int(data.shape[0])
     if size < _HEAD.size:
         raise SlotFileError(f"the file has {size} bytes, fewer than its header", hint=_SAVE_AGAIN)
-    magic, version, n_words = _HEAD.unpack_from(data)
+    magic, version, n_words = _HEAD.unpack_from(data.data)
     kind = _KINDS.get(magic)
     if kind is None:
         raise SlotFileError(
@@ -191,7 +191,7 @@ def _head_of(file: SlotFile) -> bytes:
 
 def to_bytes(file: SlotFile) -> bytes:
     """The file's bytes: those it was read from. Raises SlotFileError where the values cannot be written."""
-    return b"".join((_head_of(file), memoryview(as_bytes(file.state))))
+    return b"".join((_head_of(file), as_bytes(file.state).data))
 
 
 def write(path: str | os.PathLike[str], file: SlotFile) -> None:
@@ -202,7 +202,7 @@ def write(path: str | os.PathLike[str], file: SlotFile) -> None:
     """
     path = os.fspath(path)
     folder, name = os.path.split(os.path.abspath(path))
-    parts = [_head_of(file), memoryview(as_bytes(file.state))]
+    parts: list[bytes | memoryview] = [_head_of(file), as_bytes(file.state).data]
     temporary = os.path.join(folder, f".{name[:200]}.{secrets.token_hex(6)}.tmp")
     try:
         _write_parts(temporary, parts)
@@ -259,7 +259,7 @@ def _load(path: str) -> Bytes:
         with open(path, "rb", buffering=0) as f:
             size = os.fstat(f.fileno()).st_size
             data = np.empty(size, np.uint8)
-            view, at = memoryview(data), 0
+            view, at = data.data, 0
             while at < size:
                 n = f.readinto(view[at:])
                 if not n:

@@ -1,0 +1,211 @@
+"""Cuts a state back to its first tokens, as the engine would have written it after so many.
+
+A state of pure attention loses the cells at and after the cut, and their rows. A window or a recurrent state cannot be
+cut back; where the state carries a checkpoint of exactly so many tokens, the caches before it are cut, and the
+checkpoint's partial state (its target blob without the io header) takes the place of the parts it repeats. Tried with
+llama-server of October 2026 on gemma3 and jamba: it goes on from such a state with the same tokens.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import LayoutError, SlotFileError
+from .layout_cells import HEADER_BYTES, Blob, as_bytes
+from .layout_parse import CHECKPOINT_MAGIC, CHECKPOINT_VERSION, parse
+from .layout_types import AttentionPart, Checkpoint, Layout, Part
+from .records import Bytes, Stream
+from .slotfile import head_bytes, read_head
+
+# Up to so many runs of neighbouring cells are copied as slices; more are gathered by index.
+_MAX_RUNS = 64
+
+
+class _Rows:
+    """The cells `runs` (index ranges) of a table of `rows` rows with `n_cells` cells of `width` bytes each."""
+
+    def __init__(self, source: Bytes, rows: int, n_cells: int, width: int, runs: list[tuple[int, int]]) -> None:
+        self.source = source.reshape(rows, n_cells, width)
+        self.runs = runs
+        self.n_kept = sum(b - a for a, b in runs)
+        self.size = rows * self.n_kept * width
+
+    def write(self, out: Bytes) -> None:
+        rows, _, width = self.source.shape
+        target = out.reshape(rows, self.n_kept, width)
+        if len(self.runs) > _MAX_RUNS:
+            kept = np.concatenate([np.arange(a, b) for a, b in self.runs])
+            np.take(self.source, kept, axis=1, out=target, mode="clip")  # clip: "raise" would gather into a copy
+            return
+        at = 0
+        for a, b in self.runs:
+            target[:, at : at + b - a] = self.source[:, a:b]
+            at += b - a
+
+
+Piece: TypeAlias = bytes | Bytes | _Rows
+
+
+def crop(blob: Blob, n_tokens: int) -> Bytes:
+    """The state of the first `n_tokens` tokens. shape (n_bytes,), uint8, newly allocated.
+
+    The envelope stays: of a slot file the token list is cut as well, and checkpoints of fewer tokens are kept. With all
+    of the state's tokens it is a copy. Raises LayoutError where the state is not understood, has fewer tokens, or
+    cannot be cut there (`Layout.crop_limit` gives the nearest count that works).
+    """
+    data = as_bytes(blob)
+    layout = parse(data)
+    n = int(n_tokens)
+    if n <= 0:
+        raise LayoutError(f"cannot cut a state to {n} tokens")
+    whole = layout.n_positions
+    if n == whole:
+        return data.copy()
+    if n > whole:
+        raise LayoutError(f"cannot cut to {n} tokens: the state has {whole}", n_tokens=whole)
+    if layout.can_crop:
+        parts = [piece for part in layout.attention for piece in cut_part(data, part, n)]
+    else:
+        parts = _from_checkpoint(data, layout, n)
+    return assemble([*_head(data, layout, n), *parts, *_earlier(data, layout, n)])
+
+
+def assemble(pieces: list[Piece]) -> Bytes:
+    """The pieces one after another, in one new array."""
+    sizes = [p.size if isinstance(p, _Rows) else len(p) for p in pieces]
+    out = np.empty(sum(sizes), np.uint8)
+    at = 0
+    for piece, size in zip(pieces, sizes):
+        target = out[at : at + size]
+        if isinstance(piece, _Rows):
+            piece.write(target)
+        elif isinstance(piece, bytes):
+            if piece:
+                target[:] = np.frombuffer(piece, np.uint8)
+        else:
+            target[:] = piece
+        at += size
+    return out
+
+
+def _head(data: Bytes, layout: Layout, n: int) -> list[Piece]:
+    """What stands before the state, with the token list cut to `n`."""
+    if layout.envelope != "slot file":
+        return [data[: layout.state_at]]
+    head = read_head(data)
+    tokens = head.tokens
+    starts = {m.start for m in head.media}
+    if any(s < n for s in starts) and n not in starts and tokens[n - 1] == -1 and tokens[n] == -1:
+        raise LayoutError(f"cannot cut to {n} tokens: that is inside a media chunk")
+    try:
+        media = [m for m in head.media if m.start < n]
+        return [head_bytes(head.kind, head.version, tokens[:n], head.packed, media, head.padding)]
+    except SlotFileError as e:
+        raise LayoutError(e.message, hint=e.hint) from e
+
+
+def _earlier(data: Bytes, layout: Layout, n: int) -> list[Piece]:
+    """The appendix with the checkpoints of fewer than `n` tokens; nothing where there are none."""
+    kept = [c for c in layout.checkpoints or () if c.n_tokens < n]
+    if not kept:
+        return []
+    head = CHECKPOINT_MAGIC + struct.pack("<II", CHECKPOINT_VERSION, len(kept))
+    return [head, *(data[c.start : c.stop] for c in kept)]
+
+
+def table_width(stream: Stream, part: AttentionPart) -> int:
+    """Bytes of one cell in a stream's cell table."""
+    assert part.n_seq is not None
+    return 8 + part.cell_ext + 4 * part.n_seq
+
+
+def cut_part(data: Bytes, part: AttentionPart, limit: int) -> list[Piece]:
+    """The cache without the cells at position `limit` and after it. Its cells have equal numbers of sequence ids."""
+    out: list[Piece] = [data[part.start : part.streams[0].start]]
+    for stream in part.streams:
+        out.extend(_cut_stream(data, part, stream, limit))
+    return out
+
+
+def _cut_stream(data: Bytes, part: AttentionPart, stream: Stream, limit: int) -> list[Piece]:
+    n = stream.n_cells
+    runs = kept_runs(stream.pos < limit)
+    n_kept = sum(b - a for a, b in runs)
+    if n_kept == 0:
+        return [struct.pack("<I", 0)]
+    width = table_width(stream, part)
+    table, table_stop = stream.start + 4, stream.start + 4 + n * width
+    words_stop = table_stop + 8 + (8 if part.rotation is not None else 0)
+    out: list[Piece] = [struct.pack("<I", n_kept), _Rows(data[table:table_stop], 1, n, width, runs)]
+    out.append(data[table_stop:words_stop])
+    for s in stream.sections:
+        out.append(data[s.start - HEADER_BYTES : s.start])
+        out.append(_Rows(data[s.start : s.start + s.rows * s.width * n], s.rows, n, s.width, runs))
+    return out
+
+
+def kept_runs(kept: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """The index ranges of neighbouring cells that are kept. `kept`: bool of shape (n_cells,)."""
+    edges = np.flatnonzero(np.diff(kept, prepend=False, append=False)).tolist()
+    return list(zip(edges[::2], edges[1::2]))
+
+
+def _from_checkpoint(data: Bytes, layout: Layout, n: int) -> list[Piece]:
+    """The parts of a state whose last parts come from the checkpoint of `n` tokens."""
+    found = next((c for c in layout.checkpoints or () if c.n_tokens == n and c.target[0] < c.target[1]), None)
+    if layout.envelope in ("context", "session file") or layout.tail is not None or found is None:
+        raise LayoutError(_why_not(layout, n), checkpoints=list(layout.crop_points))
+    start, stop = found.target
+    target = data[start:stop]
+    try:
+        partial = parse(target)
+    except LayoutError as e:
+        raise LayoutError(f"cannot cut to {n} tokens: the checkpoint there is not understood") from e
+    n_kept = len(layout.parts) - len(partial.parts)
+    if partial.checkpoints is not None or partial.tail is not None or n_kept < 0:
+        raise LayoutError(f"cannot cut to {n} tokens: the checkpoint there is no part of this state")
+    limit = found.pos_max + 1
+    for old, new in zip(layout.parts[n_kept:], partial.parts):
+        if _shape(old) != _shape(new) or new.max_pos >= limit:
+            raise LayoutError(f"cannot cut to {n} tokens: the checkpoint there is no part of this state")
+    pieces: list[Piece] = []
+    for part in layout.parts[:n_kept]:
+        if not isinstance(part, AttentionPart) or not _can_cut(part, found):
+            raise LayoutError(f"cannot cut to {n} tokens: a cache lacks positions below {limit}")
+        pieces.extend(cut_part(data, part, limit))
+    return [*pieces, target[partial.state_at :]]
+
+
+def _can_cut(part: AttentionPart, at: Checkpoint) -> bool:
+    """Whether the cache holds all tokens of the checkpoint; several tokens of an image may share a position."""
+    limit = at.pos_max + 1
+    if limit == at.n_tokens:
+        return part.holds_all(limit)
+    stream = part.data_stream
+    return stream is not None and part.n_seq is not None and int((stream.pos < limit).sum()) == at.n_tokens
+
+
+def _shape(part: Part) -> tuple[object, ...]:
+    """What two states of one model have in common in a part."""
+    if isinstance(part, AttentionPart):
+        return (part.kind, part.n_stream, part.n_layer, part.k_row, part.rotation, part.v_layers, part.v_transposed)
+    return (part.kind, part.n_layer, part.n_tensors, part.rows)
+
+
+def _why_not(layout: Layout, n: int) -> str:
+    points = layout.crop_points
+    if layout.envelope in ("context", "session file"):
+        why = "it is the state of a whole context"
+    elif layout.tail is not None:
+        why = "bytes that are not understood follow its caches"
+    elif len(layout.attention) < len(layout.parts):
+        why = "a recurrent state cannot be cut back"
+    else:
+        why = "not every cache holds each position below it once"
+    if points:
+        why += f"; it has checkpoints at {', '.join(map(str, points))}"
+    return f"cannot cut to {n} tokens: {why}"
