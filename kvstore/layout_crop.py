@@ -64,7 +64,8 @@ def crop(blob: Blob, n_tokens: int) -> Bytes:
         raise LayoutError(f"cannot cut a state to {n} tokens")
     whole = layout.n_positions
     if n == whole:
-        return data.copy()
+        copy: Bytes = data.copy()
+        return copy
     if n > whole:
         raise LayoutError(f"cannot cut to {n} tokens: the state has {whole}", n_tokens=whole)
     if layout.can_crop:
@@ -79,7 +80,7 @@ def assemble(pieces: list[Piece]) -> Bytes:
     sizes = [p.size if isinstance(p, _Rows) else len(p) for p in pieces]
     out = np.empty(sum(sizes), np.uint8)
     at = 0
-    for piece, size in zip(pieces, sizes):
+    for piece, size in zip(pieces, sizes, strict=True):
         target = out[at : at + size]
         if isinstance(piece, _Rows):
             piece.write(target)
@@ -151,7 +152,7 @@ def _cut_stream(data: Bytes, part: AttentionPart, stream: Stream, limit: int) ->
 def kept_runs(kept: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     """The index ranges of neighbouring cells that are kept. `kept`: bool of shape (n_cells,)."""
     edges = np.flatnonzero(np.diff(kept, prepend=False, append=False)).tolist()
-    return list(zip(edges[::2], edges[1::2]))
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _from_checkpoint(data: Bytes, layout: Layout, n: int) -> list[Piece]:
@@ -169,7 +170,7 @@ def _from_checkpoint(data: Bytes, layout: Layout, n: int) -> list[Piece]:
     if partial.checkpoints is not None or partial.tail is not None or n_kept < 0:
         raise LayoutError(f"cannot cut to {n} tokens: the checkpoint there is no part of this state")
     limit = found.pos_max + 1
-    for old, new in zip(layout.parts[n_kept:], partial.parts):
+    for old, new in zip(layout.parts[n_kept:], partial.parts, strict=True):
         if _shape(old) != _shape(new) or new.max_pos >= limit:
             raise LayoutError(f"cannot cut to {n} tokens: the checkpoint there is no part of this state")
     pieces: list[Piece] = []

@@ -105,7 +105,7 @@ class MetaBlock:
 
     @classmethod
     def unpack(cls, block: Blob) -> MetaBlock:
-        """The meta in a block (bytes-like). Raises MetaBlockError where it is not 512 bytes; nothing else is an error."""
+        """The meta in a block (bytes-like). Raises MetaBlockError where it is not 512 bytes, and for nothing else."""
         data = bytes(memoryview(block))
         if len(data) != BLOCK_BYTES:
             raise MetaBlockError(f"a meta block has 512 bytes, this one {len(data)}", size=len(data))
