@@ -1,0 +1,1 @@
+"""Engines: what makes the states that a store keeps."""

@@ -1,0 +1,50 @@
+"""The process that serves a model with the llama-server inside xllamacpp; `kvstore.engines.llama_server` starts it.
+
+It is run by path, by any interpreter that has xllamacpp, so it imports nothing of kvstore. The first line of standard
+input is a JSON object: `params` (attributes of `CommonParams`, dotted where nested), `optional` (the same, left out
+where this version has no such attribute). It serves until standard input ends, so it does not outlive its starter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+def assign(params: Any, path: str, value: Any) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        params = getattr(params, parent)
+    getattr(params, name)
+    setattr(params, name, value)
+
+
+def main() -> None:
+    # A script's own folder comes first in sys.path: a module of this package would hide one of the same name.
+    del sys.path[0]
+    import xllamacpp
+
+    config = json.loads(sys.stdin.readline())
+    params = xllamacpp.CommonParams()
+    types = {"flash_attn_type": "llama_flash_attn_type", "cache_type_k": "ggml_type", "cache_type_v": "ggml_type"}
+    for group in ("params", "optional"):
+        for path, value in config[group].items():
+            try:
+                if path == "hostnames" and not hasattr(params, path):
+                    # Its name, for one address, until autumn 2026.
+                    params.hostname = value[0]
+                elif path in types:
+                    assign(params, path, getattr(getattr(xllamacpp, types[path]), value))
+                else:
+                    assign(params, path, value)
+            except AttributeError:
+                if group == "params":
+                    sys.exit(f"xllamacpp {xllamacpp.__version__} has no {path} = {value!r}")
+    server = xllamacpp.Server(params)
+    sys.stdin.read()
+    del server
+
+
+if __name__ == "__main__":
+    main()
