@@ -14,6 +14,7 @@ import numpy as np
 
 from . import queries
 from .db import Connection
+from .policy import common
 from .records import Tokens
 
 Rows = Iterator[tuple[int, bytes, "int | None"]]
@@ -22,21 +23,6 @@ Rows = Iterator[tuple[int, bytes, "int | None"]]
 def key_of(tokens: Tokens) -> bytes:
     """The index key of tokens of shape (n,), int32."""
     return np.ascontiguousarray(tokens, dtype="<i4").tobytes()
-
-
-def common(a: bytes, b: bytes) -> int:
-    """How many leading tokens two keys have in common."""
-    n = min(len(a), len(b)) // 4
-    x, y = np.frombuffer(a, "<i4", n), np.frombuffer(b, "<i4", n)
-    at = 0
-    step = 256  # most pairs part early or not at all
-    while at < n:
-        differs = x[at : at + step] != y[at : at + step]
-        if differs.any():
-            return at + int(differs.argmax())
-        at += step
-        step *= 4
-    return n
 
 
 def _stored_prefixes(rows: Callable[[bytes], Rows], key: bytes) -> Iterator[tuple[int, int, int | None]]:

@@ -121,13 +121,19 @@ def insert_entry(c: Connection, e: Entry, fingerprint: int, token_bytes: bytes, 
     )
     c.execute(
         """INSERT INTO meta(entry, class, source, created_at, last_used, expires_at, ttl, hits, family, n_input, n_images,
- size, stored, parent, excerpt) VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)""",
+ size, stored, parent, excerpt, use_order) VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)""",
         (
             signed(e.id), e.entry_class, e.source, e.created_at, e.last_used, e.expires_at, e.ttl, e.hits,
             signed(e.family), e.n_input, e.n_images, e.size, e.stored,
-            None if e.parent is None else signed(e.parent), e.excerpt,
+            None if e.parent is None else signed(e.parent), e.excerpt, next_use(c),
         ),
     )  # fmt: skip
+
+
+def next_use(c: Connection) -> int:
+    """The next place in the order of use."""
+    sql = "SELECT max(use_order) FROM meta WHERE class = ?"
+    return 1 + max(c.execute(sql, (name,)).get or 0 for name in ("normal", "learned", "pinned"))
 
 
 def update_meta(c: Connection, e: Entry) -> None:
@@ -177,8 +183,14 @@ def has_children(c: Connection, id: int) -> bool:
 
 
 def touch(c: Connection, id: int, hits: int, used: int) -> None:
+    """Counts uses of an entry; its parent counts as used with it, and stands behind it in the order of eviction."""
     c.execute(
-        "UPDATE meta SET hits = hits + ?, last_used = max(last_used, ?) WHERE entry = ?", (hits, used, signed(id))
+        "UPDATE meta SET hits = hits + ?, last_used = max(last_used, ?), use_order = ? WHERE entry = ?",
+        (hits, used, next_use(c), signed(id)),
+    )
+    c.execute(
+        "UPDATE meta SET last_used = max(last_used, ?), use_order = ? WHERE entry = (SELECT parent FROM meta WHERE entry = ?)",
+        (used, next_use(c), signed(id)),
     )
 
 
@@ -269,26 +281,15 @@ def expired(c: Connection, now: int, limit: int) -> list[int]:
     return [unsigned(r[0]) for r in c.execute(sql, (now, limit))]
 
 
-def least_recently_used(c: Connection, spare: int | None) -> tuple[int, str, int] | None:
-    """(id, class, stored bytes) of the entry to evict next: normal before learned and pinned, children before parents.
-
-    `spare` is an id that must stay.
-    """
-    keep = 0 if spare is None else signed(spare)
-    for classes in ("('normal')", "('learned', 'pinned')"):
-        rows = [
-            c.execute(
-                f"""SELECT m.entry, m.class, m.stored, m.last_used FROM meta m WHERE m.class = '{name}' AND m.entry <> ?
- AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry) ORDER BY m.last_used, m.entry LIMIT 1""",
-                (keep,),
-            ).fetchone()
-            for name in ("normal", "learned", "pinned")
-            if name in classes
-        ]
-        found = [row for row in rows if row is not None]
+def least_recently_used(c: Connection, spare: int | None) -> int | None:
+    """The entry to evict next: normal before learned and pinned, children before parents. `spare` is an id to keep."""
+    sql = """SELECT entry, use_order FROM meta m WHERE class = ? AND entry IS NOT ?
+ AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry) ORDER BY use_order LIMIT 1"""
+    keep = None if spare is None else signed(spare)
+    for classes in (("normal",), ("learned", "pinned")):
+        found = [row for row in (c.execute(sql, (name, keep)).fetchone() for name in classes) if row is not None]
         if found:
-            id, name, stored, _ = min(found, key=lambda row: (row[3], row[0]))
-            return unsigned(id), name, stored
+            return unsigned(min(found, key=lambda row: int(row[1]))[0])
     return None
 
 

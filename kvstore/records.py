@@ -131,3 +131,43 @@ class Delta:
     data: Bytes
     shared: int
     n_ops: int
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyStats:
+    """Entries that share a system block: how many there are, how often one was stored, how often one served."""
+
+    family: int
+    entries: int
+    saved: int
+    reused: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Figures of a store. Those named as counters run over the life of the file; sizes are bytes, times seconds."""
+
+    entries: dict[str, int]  # by class
+    size: int  # bytes as put
+    stored: int  # bytes in chunks
+    file_bytes: int  # file and write-ahead log
+    free_bytes: int  # inside the file, for the next put
+    ram_bytes: int  # held by the RAM layer of this Store
+    ram_entries: int
+    hits: int  # counters from here
+    misses: int
+    tokens_served: int
+    puts: int
+    shared_puts: int
+    evictions: dict[str, int]  # by cause
+    encode_seconds: float
+    decode_seconds: float
+    families: tuple[FamilyStats, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        families = [
+            {"family": hex_id(f.family), "entries": f.entries, "saved": f.saved, "reused": f.reused} for f in self.families
+        ]
+        own = {name: getattr(self, name) for name in self.__slots__ if name != "families"}
+        return {**own, "families": families}

@@ -50,6 +50,7 @@ CREATE TABLE meta(
   reused     INTEGER NOT NULL DEFAULT 0 CHECK(reused IN (0, 1)),     -- counted as reused in its family
   created_at INTEGER NOT NULL,
   last_used  INTEGER NOT NULL,
+  use_order  INTEGER NOT NULL DEFAULT 0,               -- grows with each use: the order of eviction, whatever the clock does
   expires_at INTEGER,                                  -- NULL: never
   ttl        INTEGER CHECK(ttl > 0),                   -- NULL: none
   hits       INTEGER NOT NULL DEFAULT 0 CHECK(hits >= 0),
@@ -63,7 +64,7 @@ CREATE TABLE meta(
 ) STRICT;
 CREATE INDEX meta_by_parent ON meta(parent) WHERE parent IS NOT NULL;
 CREATE INDEX meta_by_family ON meta(family);
-CREATE INDEX meta_by_use ON meta(class, last_used);
+CREATE INDEX meta_by_use ON meta(class, use_order);
 CREATE INDEX meta_by_expiry ON meta(expires_at) WHERE expires_at IS NOT NULL;
 
 CREATE TABLE blobs(

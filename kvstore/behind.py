@@ -1,0 +1,107 @@
+"""Write-behind: puts that are in RAM and on their way to the disk, in order, by one thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import KVStoreError, WriteBehindError
+from .lru import RamCache
+from .records import Bytes, Entry, Tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """A put that is not on disk yet: copies of its states, and the call that stores it."""
+
+    entry: Entry
+    tokens: Tokens
+    key: bytes
+    main: Bytes
+    draft: Bytes | None
+    cut_any: bool
+    cut_counts: tuple[int, ...]
+    store: Callable[[], Entry]
+    n_bytes: int
+
+
+class WriteBehind:
+    """A queue bounded by the RAM layer's budget: its entries hold reservations there.
+
+    Thread rules: `_lock` guards the queue and the failures; the store call runs without it.
+    """
+
+    def __init__(self, ram: RamCache) -> None:
+        self._ram = ram
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._queue: OrderedDict[int, Pending] = OrderedDict()
+        self._failures: list[tuple[int, Exception]] = []
+        self._thread: threading.Thread | None = None
+
+    def reserve(self, n_bytes: int) -> bool:
+        """Room for a put's copies, waiting for earlier ones to be written; False where they can never fit."""
+        with self._changed:
+            while not self._ram.reserve(n_bytes):
+                if not self._queue:
+                    return False
+                self._changed.wait()
+        return True
+
+    def add(self, pending: Pending) -> None:
+        with self._changed:
+            self._queue[pending.entry.id] = pending
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvstore-write", daemon=True)
+                self._thread.start()
+
+    def get(self, id: int) -> Pending | None:
+        with self._lock:
+            return self._queue.get(id)
+
+    def all(self) -> list[Pending]:
+        with self._lock:
+            return list(self._queue.values())
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                id, pending = next(iter(self._queue.items()))
+            failure: Exception | None = None
+            # The reservation becomes the stored entry's own place, so it is given back just before.
+            self._ram.cancel(pending.n_bytes)
+            try:
+                pending.store()
+            except Exception as error:  # noqa: BLE001  reported at the next call of the store
+                failure = error
+            with self._changed:
+                del self._queue[id]
+                if failure is not None:
+                    self._failures.append((id, failure))
+                self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Waits until everything is written."""
+        with self._changed:
+            while self._queue:
+                self._changed.wait()
+
+    def raise_failure(self) -> None:
+        """Raises WriteBehindError once for the puts that failed since the last call."""
+        with self._lock:
+            failures, self._failures = self._failures, []
+        if failures:
+            first: Any = failures[0][1]
+            reason = first.message if isinstance(first, KVStoreError) else str(first)
+            raise WriteBehindError(
+                f"{len(failures)} entries could not be written: {reason}",
+                hint=getattr(first, "hint", ""),
+                ids=[id for id, _ in failures],
+            ) from first

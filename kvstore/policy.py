@@ -1,0 +1,79 @@
+"""Pure decisions: no file, no clock, no thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .records import EntryClass, Source
+
+MIB = 1 << 20
+
+
+def budget_bytes(mib: float) -> int:
+    """A budget in MiB as bytes; -1 stays 'no limit'."""
+    return -1 if mib < 0 else int(mib * MIB)
+
+
+def common(a: bytes, b: bytes) -> int:
+    """How many leading tokens two keys have in common."""
+    n = min(len(a), len(b)) // 4
+    x, y = np.frombuffer(a, "<i4", n), np.frombuffer(b, "<i4", n)
+    at = 0
+    step = 256  # most pairs part early or not at all
+    while at < n:
+        differs = x[at : at + step] != y[at : at + step]
+        if differs.any():
+            return at + int(differs.argmax())
+        at += step
+        step *= 4
+    return n
+
+
+def expires_at(now: int, ttl: int | None) -> int | None:
+    return None if ttl is None else now + ttl
+
+
+def merged_class(
+    old: tuple[EntryClass, Source], new: tuple[EntryClass, Source]
+) -> tuple[EntryClass, Source]:
+    """The class of an entry whose tokens are put again: one that nobody asked for does not undo one that somebody did."""
+    return old if new == ("normal", "default") else new
+
+
+def missing(
+    budget: int, page_size: int, page_count: int, free_pages: int, wal_bytes: int, need_bytes: int, overhead_pages: int
+) -> int:
+    """The bytes by which file and write-ahead log would pass the budget if `need_bytes` were stored; 0 where they fit.
+
+    The log holds each page that is written until the checkpoint has copied it, so what is written counts twice unless
+    the file has free pages for it.
+    """
+    need_pages = -(-need_bytes // page_size) + overhead_pages
+    grown = page_count + max(0, need_pages - free_pages)
+    return max(0, grown * page_size + wal_bytes + need_pages * page_size - budget)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An entry as auto-learning sees it: `shared` tokens come from its parent already (0: whole)."""
+
+    key: bytes  # tokens, int32 little-endian
+    bytes_per_token: float
+    shared: int
+
+
+def prefix_to_learn(entries: Sequence[Candidate], min_saved: int, times: int = 3) -> int:
+    """How many tokens of their common prefix are worth learning; 0 where no `times` entries would each save min_saved bytes.
+
+    The longest such prefix wins. Entries must be sorted by key: those with the longest common prefix are neighbours.
+    """
+    best = 0
+    for at in range(len(entries) - times + 1):
+        group = entries[at : at + times]
+        n = common(group[0].key, group[-1].key)
+        if n > best and all((n - e.shared) * e.bytes_per_token >= min_saved for e in group):
+            best = n
+    return best

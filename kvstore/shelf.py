@@ -1,0 +1,263 @@
+"""Entries as bytes: from disk or RAM to the bytes that were put, and from those to what is stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import bkvd, blobs, layout, prefixes, queries
+from .db import Connection
+from .errors import DeltaError, InvalidInputError, LayoutError
+from .hashing import Hasher, digest
+from .lru import Held, RamCache
+from .queries import BlobRow
+from .records import Bytes, Entry
+
+# Below this a thread for the digest costs more than it saves.
+PARALLEL_DIGEST_BYTES = 8 << 20
+
+
+class Damaged(Exception):
+    """An entry that cannot be given back byte for byte. `id` is the entry at fault, which may be the parent."""
+
+    def __init__(self, id: int, reason: str) -> None:
+        super().__init__(reason)
+        self.id = id
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One state on its way in: `data` is what is stored (the state, or a delta against the parent's)."""
+
+    name: str  # 'main' or 'draft'
+    kind: str  # 'full' or 'bkvd'
+    data: Bytes
+    size: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parent:
+    """The learned entry that something is stored against, in the version that was read."""
+
+    id: int
+    n_tokens: int
+    version: tuple[int, ...]
+    held: Held
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Where a state can be cut: at any token, or at the counts of its checkpoints."""
+
+    any: bool
+    counts: tuple[int, ...]
+
+    def serves(self, n_tokens: int) -> bool:
+        return self.any or n_tokens in self.counts
+
+
+def as_array(data: Any, what: str) -> Bytes:
+    """Anything bytes-like as a uint8 array of shape (n,), not copied. Raises InvalidInputError."""
+    try:
+        view = memoryview(data)
+    except TypeError:
+        raise InvalidInputError(
+            f"{what} is {type(data).__name__}, not bytes", hint="give bytes, a memoryview, an array or an mmap"
+        ) from None
+    if not view.c_contiguous:
+        raise InvalidInputError(f"{what} is not contiguous", hint="give a contiguous copy of it")
+    if view.nbytes == 0:
+        raise InvalidInputError(f"{what} is empty", hint="a state that the engine could not save is not worth keeping")
+    return np.frombuffer(view.cast("B") if view.ndim != 1 or view.format != "B" else view, np.uint8)
+
+
+def cuts_of(main: Bytes, n_tokens: int) -> Cuts:
+    """Where the engine could go on from inside this state; nowhere, where its layout is not understood."""
+    try:
+        found = layout.parse(main)
+    except LayoutError:
+        return Cuts(False, ())
+    if found.can_crop:
+        return Cuts(True, ())
+    counts = {c.n_tokens for c in found.checkpoints or () if 0 < c.n_tokens < n_tokens}
+    return Cuts(False, tuple(sorted(n for n in counts if found.crop_limit(n) == n)))
+
+
+class Shelf:
+    """Reads and builds entries; holds no lock of its own. Timings go to `spent(name, seconds)`."""
+
+    def __init__(self, ram: RamCache, verify: bool, spent: Callable[[str, float], None]) -> None:
+        self.ram = ram
+        self.verify = verify
+        self._spent = spent
+
+    # -- reading
+
+    def load(self, c: Connection, entry: Entry) -> tuple[Bytes, Bytes | None]:
+        """The states of an entry as they were put, read-only. Raises Damaged."""
+        rows = queries.blobs(c, entry.id)
+        try:
+            return self._load(c, entry, rows)
+        except Damaged:
+            if entry.id not in self.ram.ids():
+                raise
+            self.ram.discard(entry.id)  # what RAM held may be at fault, not the file
+            if entry.parent is not None:
+                self.ram.discard(entry.parent)
+            return self._load(c, entry, rows)
+
+    def _load(self, c: Connection, entry: Entry, rows: list[BlobRow]) -> tuple[Bytes, Bytes | None]:
+        parent = None
+        if entry.parent is not None:
+            parent = self.held(c, entry.parent)[1]
+        held, fresh = self._held(c, entry.id, entry.parent, rows)
+        states: dict[str, Bytes] = {}
+        for row in rows:
+            stored = held.main if row.part == "main" else held.draft
+            assert stored is not None
+            known = fresh.get(row.part)
+            if row.kind == "bkvd":
+                of_parent = None if parent is None else parent.main if row.part == "main" else parent.draft
+                states[row.part] = self._decode(entry, row, stored, of_parent)
+                known = None
+            else:
+                states[row.part] = stored
+            if self.verify and (known or digest(states[row.part])) != row.digest:
+                if row.kind == "bkvd" and entry.parent is not None:
+                    self._check_whole(c, entry.parent)
+                raise Damaged(entry.id, f"its {row.part} state fails its digest")
+        return states["main"], states.get("draft")
+
+    def _decode(self, entry: Entry, row: BlobRow, delta: Bytes, parent: Bytes | None) -> Bytes:
+        if entry.parent is None or parent is None:
+            raise Damaged(entry.id, "its prefix is not in the cache")
+        if bkvd.size(delta) != row.size:
+            raise Damaged(entry.id, "its delta has another size than its row")
+        started = time.perf_counter()
+        try:
+            out = bkvd.decode(delta, parent, entry.parent)
+        except DeltaError as error:
+            raise Damaged(entry.id, error.message) from error
+        self._spent("decode_us", time.perf_counter() - started)
+        out.flags.writeable = False
+        return out
+
+    def _check_whole(self, c: Connection, id: int) -> None:
+        """Raises Damaged where a whole entry is itself at fault."""
+        for row in queries.blobs(c, id):
+            try:
+                good = row.kind == "full" and digest(blobs.read(c, row)) == row.digest
+            except blobs.UnreadableBlob:
+                good = False
+            if not good:
+                raise Damaged(id, f"its {row.part} state fails its digest")
+
+    def held(self, c: Connection, id: int) -> tuple[tuple[int, ...], Held]:
+        """The stored form of a whole entry, from RAM or disk. Raises Damaged."""
+        rows = queries.blobs(c, id)
+        if not rows:
+            raise Damaged(id, "it has no state")
+        return tuple(row.id for row in rows), self._held(c, id, None, rows)[0]
+
+    def _held(
+        self, c: Connection, id: int, parent: int | None, rows: list[BlobRow]
+    ) -> tuple[Held, dict[str, bytes]]:
+        """The stored form of an entry, and the digests computed while it was read from disk."""
+        if not any(row.part == "main" for row in rows):
+            raise Damaged(id, "it has no main state")
+        version = tuple(row.id for row in rows)
+        found = self.ram.get(id, version)
+        if found is not None:
+            return found, {}
+        n_bytes = sum(row.stored for row in rows)
+        room = self.ram.reserve(n_bytes, parent)
+        parts: dict[str, Bytes] = {}
+        digests: dict[str, bytes] = {}
+        try:
+            for row in rows:
+                hasher = Hasher() if self.verify and row.kind == "full" and row.stored >= PARALLEL_DIGEST_BYTES else None
+                try:
+                    parts[row.part] = blobs.read(c, row, hasher=hasher)
+                finally:
+                    if hasher is not None:
+                        digests[row.part] = hasher.digest()
+                parts[row.part].flags.writeable = False
+        except blobs.UnreadableBlob as error:
+            if room:
+                self.ram.cancel(n_bytes)
+            raise Damaged(id, f"its state {error}") from error
+        except BaseException:
+            if room:
+                self.ram.cancel(n_bytes)
+            raise
+        held = Held(version, parts["main"], parts.get("draft"), parent)
+        # A digest that fails is found by the caller, who discards the entry.
+        if room:
+            self.ram.commit(id, held)
+        return held, digests
+
+    # -- building
+
+    def find_parent(self, c: Connection, fingerprint: int, key: bytes, now: int) -> Parent | None:
+        """The learned entry whose tokens are the longest proper prefix of `key`, with its bytes."""
+        best: tuple[int, int] | None = None
+        for id, n in prefixes.prefixes_of(c, fingerprint, key[:-4], now):
+            if best is not None and n <= best[1]:
+                continue
+            found = queries.entry(c, id, fingerprint)
+            if found is not None and found.entry_class == "learned" and found.parent is None:
+                best = (id, n)
+        if best is None:
+            return None
+        try:
+            version, held = self.held(c, best[0])
+        except Damaged:
+            return None  # found and dropped by the next get of it
+        return Parent(best[0], best[1], version, held)
+
+    def build(
+        self, main: Bytes, draft: Bytes | None, digests: dict[str, bytes], parent: Parent | None, min_saved: int
+    ) -> tuple[list[Part], int]:
+        """What to store for the states, against `parent` where that saves enough; and the bytes shared.
+
+        `main` first; only if it is shared is `draft` tried, against the parent's draft, and it may stay whole.
+        """
+        parts = []
+        shared = 0
+        for name, state, of_parent in (
+            ("main", main, None if parent is None else parent.held.main),
+            ("draft", draft, None if parent is None else parent.held.draft),
+        ):
+            if state is None:
+                continue
+            delta = None
+            if parent is not None and of_parent is not None and (name == "main" or shared):
+                started = time.perf_counter()
+                delta = bkvd.encode(state, of_parent, parent.id, min_saved=min_saved, content=True)
+                self._spent("encode_us", time.perf_counter() - started)
+            if delta is None:
+                parts.append(Part(name, "full", state, state.size, digests[name]))
+            else:
+                shared += delta.shared
+                parts.append(Part(name, "bkvd", delta.data, state.size, digests[name]))
+        return parts, shared
+
+    def keep(self, id: int, version: tuple[int, ...], parts: list[Part], parent: int | None) -> None:
+        """Puts what was just stored into the RAM layer, copied: the caller's buffers are the caller's."""
+        n_bytes = sum(part.data.size for part in parts)
+        if not self.ram.reserve(n_bytes, parent):
+            return
+        try:
+            copies = {part.name: part.data if part.kind == "bkvd" else part.data.copy() for part in parts}
+            for copy in copies.values():
+                copy.flags.writeable = False
+        except BaseException:
+            self.ram.cancel(n_bytes)
+            raise
+        self.ram.commit(id, Held(version, copies["main"], copies.get("draft"), parent))
