@@ -8,6 +8,7 @@ where this version has no such attribute). It serves until standard input ends, 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -41,9 +42,10 @@ def main() -> None:
             except AttributeError:
                 if group == "params":
                     sys.exit(f"xllamacpp {xllamacpp.__version__} has no {path} = {value!r}")
-    server = xllamacpp.Server(params)
+    server = xllamacpp.Server(params)  # noqa: F841 - it serves while it is referred to
     sys.stdin.read()
-    del server
+    # At once: a destructor may wait for open connections, and there is nothing to save.
+    os._exit(0)
 
 
 if __name__ == "__main__":

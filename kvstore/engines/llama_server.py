@@ -54,6 +54,7 @@ OPTIONS: dict[str, tuple[str, str]] = {
     "model_draft": ("speculative.draft.mparams.path", "--model-draft"),
     "chat_template": ("chat_template", "--chat-template"),
 }
+_SHAPES_STATES = ("mmproj", "model_draft", "swa_full")
 
 
 class LlamaServerError(KVStoreError):
@@ -301,7 +302,11 @@ class LlamaServer:
         """End the process; a log file that was not asked for goes too."""
         if self._process is not None:
             if self._process.poll() is None:
-                self._process.terminate()
+                if self.command.xllamacpp and self._process.stdin:
+                    # Some versions take SIGTERM for a wish.
+                    self._process.stdin.close()
+                else:
+                    self._process.terminate()
                 try:
                     self._process.wait(5)
                 except subprocess.TimeoutExpired:
@@ -425,7 +430,8 @@ class LlamaServer:
 
     def fingerprint(self) -> str:
         """What a state of this server depends on, for `Store(fingerprint=...)`: the model file (its size, first and
-        last MiB), the KV types, flash attention, the number of slots, the options, and the server's version."""
+        last MiB), the KV types, flash attention, the number of streams, some options, and the server's version. Not
+        on n_ctx: a state goes into any context that has room."""
         with open(self.model, "rb") as model:
             size = model.seek(0, os.SEEK_END)
             ends = []
@@ -436,8 +442,9 @@ class LlamaServer:
             "model": f"{size}-{digest(b''.join(ends)).hex()}",
             "kv": f"{self.cache_type_k}/{self.cache_type_v}",
             "flash_attn": self.flash_attn,
-            "parallel": self.parallel,
-            "extra": {name: str(value) for name, value in sorted(self.extra.items())},
+            # Slots that share one buffer have one stream, whatever their number.
+            "streams": 1 if self.extra.get("kv_unified") else self.parallel,
+            "extra": {name: str(self.extra[name]) for name in _SHAPES_STATES if name in self.extra},
             "server": self.command.version,
         }
         return json.dumps(facts, sort_keys=True)
