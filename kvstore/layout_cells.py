@@ -222,8 +222,10 @@ class Reader:
             raise Misfit(f"a tensor row of type {kind} has {row} bytes", at)
         return int(kind), int(row)
 
-    def opens_v(self, at: int, transposed: bool) -> bool:
-        """Whether the bytes at `at` can be the header of a V tensor, complete or not."""
+    def opens_tensor(self, at: int, transposed: bool) -> bool:
+        """Whether the bytes at `at` can be the header of a tensor, complete or not."""
+        if self.left(at) < HEADER_BYTES:
+            return True
         try:
             self.tensor(at, 0, is_v=True, transposed=transposed)
         except Misfit:

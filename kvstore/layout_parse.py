@@ -249,9 +249,12 @@ class _Grammar:
         if isinstance(last, AttentionPart):
             if last.n_layer == 0:
                 return
-            if last.v_layers == 0 and self.reader.opens_v(at, last.v_transposed):
+            if last.v_layers == 0 and self.reader.opens_tensor(at, last.v_transposed):
                 self._note(Misfit("V is cut short, or not what its header says", at))
                 return
+        elif self.reader.opens_tensor(at, False):
+            self._note(Misfit("a recurrent tensor is cut short, or not what its header says", at))
+            return
         if at < self.reader.stop and self._looks_cut(at):
             self._note(Misfit("what follows the last whole cache is cut short", at))
             return
@@ -422,11 +425,11 @@ class _Grammar:
     def _checkpoints(self, at: int) -> tuple[Checkpoint, ...] | None:
         """The checkpoints from `at` to the end; None where their version is not known."""
         reader = self.reader
-        version, count = reader.words(at + 4, "the checkpoints")
+        version, count = reader.words(at + 4, "the list of checkpoints")
         if version != CHECKPOINT_VERSION:
             return None
         at += 12
-        reader.need(at, count * (_CHECKPOINT.size + 24), "the checkpoints")
+        reader.need(at, count * (_CHECKPOINT.size + 24), "the list of checkpoints")
         out = []
         for _ in range(count):
             start = at
