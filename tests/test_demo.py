@@ -39,7 +39,7 @@ def test_passes_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert demo.main(ARGUMENTS) == 0
     out = capsys.readouterr().out
-    for part in ("conversation 2", "killed with SIGKILL", "the same text", "byte for byte", "sharing saved"):
+    for part in ("chat 2", "killed with SIGKILL", "the same text", "byte for byte", "sharing saved"):
         assert part in out
     assert list(tmp_path.iterdir()) == []
 

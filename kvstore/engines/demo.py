@@ -1,4 +1,4 @@
-"""The demo: a real llama-server, a system prompt that many conversations share, a crash, and a restart.
+"""The demo: a real llama-server, a system prompt that many chats share, a crash, and a restart.
 
     python -m kvstore.engines.demo [--tokens 1000] [--conversations 5] [--keep DIR]
 
@@ -101,9 +101,9 @@ class Screen:
             yield
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, collapse_padding=True)
         for i, column in enumerate(columns):
-            table.add_column(column, justify="left" if i == 0 else "right")
+            table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
         self.console.print()
@@ -193,32 +193,33 @@ def fill(
         entry = put.entry
         names[entry.id] = name
         puts.append(put)
-        origin = "nothing: stored whole" if entry.parent is None else f"{names[entry.parent]} ({entry.parent:016x})"
-        computed = f"{timings['prompt_n']:,} in {timings['prompt_ms'] / 1000:.2f} s"
-        rows.append((name, f"{entry.n_tokens:,}", computed, mib(entry.size), mib(entry.stored), seconds(put_s), origin))
+        origin = "-" if entry.parent is None else names[entry.parent]
+        computed = (f"{timings['prompt_n']:,}", f"{timings['prompt_ms'] / 1000:.2f}")
+        sizes = (f"{entry.size / MIB:.2f}", f"{entry.stored / MIB:.2f}")
+        rows.append((name, f"{entry.n_tokens:,}", *computed, *sizes, f"{put_s:.3f}", origin))
 
     with screen.working(f"computing a system prompt of {len(prefix):,} tokens, once"):
         done = server.completion(prefix, n_predict=0)
         put, put_s = put_slot(store, server, [system], len(prefix), "learned")
-    add("system prompt", put, put_s, done["timings"])
+    add("system", put, put_s, done["timings"])
 
     reference: Reference | None = None
     for i, prompt in enumerate(prompts):
-        with screen.working(f"conversation {i + 1} of {n_conversations}: {questions[i]}"):
+        with screen.working(f"chat {i + 1} of {n_conversations}: {questions[i]}"):
             tokens = server.chat_tokens(prompt)
             done = server.completion(tokens, n_predict=ANSWER_TOKENS)
             messages = [*prompt, {"role": "assistant", "content": done["content"]}]
             put, put_s = put_slot(store, server, messages, len(prefix))
-        add(f"conversation {i + 1}", put, put_s, done["timings"])
+        add(f"chat {i + 1}", put, put_s, done["timings"])
         if i == n_conversations // 2:
-            with screen.working(f"going on with conversation {i + 1} in this server, to compare with later"):
+            with screen.working(f"going on with chat {i + 1} in this server, to compare with later"):
                 # Its entry is in the store already: what follows in the slot is not part of it.
                 tokens = server.chat_tokens([*messages, {"role": "user", "content": FOLLOW_UP}])
                 text = server.completion(tokens, n_predict=ANSWER_TOKENS)["content"]
             reference = Reference(put, tokens, text)
     assert reference is not None
-    columns = ("put", "tokens", "computed", "state", "stored", "put time", "shared from")
-    screen.table("What was put", columns, rows)
+    columns = ("", "tokens", "computed", "in, s", "state, MiB", "stored, MiB", "put, s", "shared from")
+    screen.table("What was put: the system prompt, and chats that go on from it", columns, rows)
     if any(put.entry.parent is None for put in puts[1:]):
         raise DemoError("a conversation was stored whole: nothing was shared with the system prompt")
     return puts, reference
@@ -243,7 +244,7 @@ def restore(screen: Screen, server: LlamaServer, store: Store, reference: Refere
     form = save_slot(server)
     server.slot_erase(SLOT)
 
-    with screen.working("restoring the conversation"):
+    with screen.working("restoring the chat"):
         began = time.perf_counter()
         match = store.match(reference.tokens)
         if match is None or match.entry.id != reference.put.entry.id:
@@ -271,11 +272,12 @@ def restore(screen: Screen, server: LlamaServer, store: Store, reference: Refere
         ("found and read in the store", "-", seconds(got_s)),
         ("slot file written, slot restored", "-", seconds(restored_s)),
         ("rest of the prompt computed", seconds(cold_s), seconds(warm_s)),
-        ("ready to answer after", seconds(cold_s), f"{seconds(ready)} ({cold_s / ready:.0f} times faster)"),
-        ("answer of a server that never stopped", "", "the same text" if same else "ANOTHER TEXT"),
+        ("ready to answer after", seconds(cold_s), seconds(ready)),
+        ("so many times faster", "", f"{cold_s / ready:.0f}"),
+        ("compared with a server never stopped", "", "the same text" if same else "ANOTHER TEXT"),
     )
     columns = ("after kill -9 and a restart", "without the store", "restored")
-    screen.table("The conversation goes on, with a new question", columns, rows)
+    screen.table("The chat goes on, with a new question", columns, rows)
     screen.note(f"answer: {' '.join(warm['content'].split())} ...")
     if n_cold:
         raise DemoError("the comparison is void: the erased slot still had tokens")
