@@ -26,7 +26,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("path", "prefix"), PAIRS, ids=[f"{p.parent.name}/{p.name}" for p, _ in PAIRS])
 def test_cut_state_is_the_engines_own(path: Path, prefix: Path) -> None:
-    """A state that went on from a prefix, cut at the prefix, is the prefix's file to the byte; hybrids at a checkpoint."""
+    """A state that went on from a prefix, cut there, is the prefix's file to the byte; a hybrid at a checkpoint."""
     blob = path.read_bytes()
     found = layout.parse(blob)
     if not found.can_crop and 99 not in found.crop_points:
@@ -103,7 +103,8 @@ def test_checkpoints() -> None:
     found = layout.parse(blob)
     assert found.crop_points == (40, 60)
     assert [found.crop_limit(n) for n in (0, 39, 40, 59, 60, 98, 99, 1000)] == [0, 0, 40, 40, 60, 60, 99, 99]
-    assert layout.crop(blob, 60).tobytes() == build.HEADER + build.attention(range(60)) + at_60 + build.checkpoints((40, 39, 39, at_40))  # fmt: skip
+    earlier = build.checkpoints((40, 39, 39, at_40))
+    assert layout.crop(blob, 60).tobytes() == build.HEADER + build.attention(range(60)) + at_60 + earlier
     assert layout.crop(blob, 40).tobytes() == build.HEADER + build.attention(range(40)) + at_40
     with pytest.raises(LayoutError, match="checkpoints at 40, 60") as e:
         layout.crop(blob, 50)
