@@ -8,24 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .engine import Job
 from .errors import KVStoreError, WriteBehindError
 from .lru import RamCache
-from .records import Bytes, Entry, Tokens
+from .records import Entry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pending:
-    """A put that is not on disk yet: copies of its states, and the call that stores it."""
+    """A put that is not on disk yet, and the call that stores it and gives its reservation back."""
 
     entry: Entry
-    tokens: Tokens
-    key: bytes
-    main: Bytes
-    draft: Bytes | None
-    cut_any: bool
-    cut_counts: tuple[int, ...]
-    store: Callable[[], Entry]
-    n_bytes: int
+    job: Job
+    store: Callable[[], None]
 
 
 class WriteBehind:
@@ -75,8 +70,6 @@ class WriteBehind:
                     return
                 id, pending = next(iter(self._queue.items()))
             failure: Exception | None = None
-            # The reservation becomes the stored entry's own place, so it is given back just before.
-            self._ram.cancel(pending.n_bytes)
             try:
                 pending.store()
             except Exception as error:  # noqa: BLE001  reported at the next call of the store

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -139,6 +139,40 @@ def reserve_file(path: str) -> bool:
     return True
 
 
+class _Syncer:
+    """A thread that syncs a file each time it is asked to."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._asked = threading.Semaphore(0)
+        self._done = False
+        self._thread: threading.Thread | None = None
+
+    def kick(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvstore-sync", daemon=True)
+            self._thread.start()
+        self._asked.release()
+
+    def _run(self) -> None:
+        with suppress(OSError):  # the commit's own sync is the one that counts
+            fd = os.open(self._path, os.O_RDWR)
+            try:
+                while True:
+                    self._asked.acquire()
+                    if self._done:
+                        return
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def close(self) -> None:
+        self._done = True
+        if self._thread is not None:
+            self._asked.release()
+            self._thread.join()
+
+
 class Database:
     """The connections to one store file.
 
@@ -152,7 +186,7 @@ class Database:
         self.timeout = timeout
         self.memory = path == MEMORY
         self._key = key
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._lock = threading.RLock()
         self._pool_lock = threading.Lock()
         self._checkpoint_lock = threading.Lock()
@@ -194,10 +228,11 @@ class Database:
         if (got := connection.pragma(pragma)) != value:
             raise StoreIOError(f"{self.path}: PRAGMA {pragma} is {got!r}, not {value!r}", path=self.path)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises ClosedError or ForkedError where this object can not be used."""
         if self._closed:
             raise ClosedError(f"the store {self.path} was closed", path=self.path)
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             raise ForkedError(f"the store {self.path} was opened before this process was forked", path=self.path)
 
     def initialise(self) -> None:
@@ -219,13 +254,13 @@ class Database:
         durable: the commit returns only after the log was synced. Otherwise a power loss may undo it, never damage it.
         wait=False raises BusyError at once where another thread or process writes.
         """
-        self._check()
+        self.check()
         if self.readonly:
             raise ReadOnlyError(f"the store {self.path} is open read-only", path=self.path, hint="open it without readonly")
         if not self._lock.acquire(blocking=wait):
             raise BusyError(f"{self.path} is being written by another thread", path=self.path)
         try:
-            self._check()
+            self.check()
             connection = self._writer
             with translated(self.path):
                 synchronous = "full" if durable else "normal"
@@ -253,7 +288,7 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A read transaction: all its statements see one state of the file."""
-        self._check()
+        self.check()
         if self.memory:
             with self._lock, translated(self.path):
                 yield self._writer
@@ -282,16 +317,16 @@ class Database:
     @contextmanager
     def exclusive(self) -> Iterator[Connection]:
         """The writing connection outside any transaction, for what SQLite does not allow inside one."""
-        self._check()
+        self.check()
         with self._lock, translated(self.path):
-            self._check()
+            self.check()
             yield self._writer
 
     def checkpoint(self, *, truncate: bool = False) -> bool:
         """Copies the log into the file; True where all of it was. truncate: also waits for readers and empties the log."""
         if self.memory or self.readonly:
             return True
-        self._check()
+        self.check()
         # A connection of its own: a checkpoint does not keep writers of this process waiting.
         with self._checkpoint_lock, translated(self.path):
             if self._checkpointer is None:
@@ -302,6 +337,22 @@ class Database:
             except (apsw.BusyError, apsw.LockedError):
                 return False
             return in_log == done
+
+    @contextmanager
+    def sync_ahead(self) -> Iterator[Callable[[], None]]:
+        """Lends a function that starts the log's way to the disk while the transaction still writes.
+
+        The sync of the commit then finds little left: 256 MiB took 0.27 s instead of 0.36. Only the log is opened here:
+        closing any descriptor of the database itself would drop SQLite's locks on it.
+        """
+        if self.memory or sys.platform == "win32":
+            yield lambda: None
+            return
+        syncer = _Syncer(self.path + "-wal")
+        try:
+            yield syncer.kick
+        finally:
+            syncer.close()
 
     def wal_bytes(self) -> int:
         """Bytes of the write-ahead log's file."""
@@ -326,7 +377,7 @@ class Database:
                 return
             self._closed = True
             idle, self._idle = self._idle, []
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             return
         with self._lock, self._checkpoint_lock, translated(self.path):
             for connection in (*idle, self._checkpointer, self._writer):

@@ -44,16 +44,24 @@ def merged_class(
 
 
 def missing(
-    budget: int, page_size: int, page_count: int, free_pages: int, wal_bytes: int, need_bytes: int, overhead_pages: int
+    budget: int,
+    page_size: int,
+    page_count: int,
+    free_pages: int,
+    wal_bytes: int,
+    need_bytes: int,
+    log_bytes: int,
+    overhead_pages: int,
 ) -> int:
     """The bytes by which file and write-ahead log would pass the budget if `need_bytes` were stored; 0 where they fit.
 
-    The log holds each page that is written until the checkpoint has copied it, so what is written counts twice unless
-    the file has free pages for it.
+    The log holds each page that a transaction writes until the checkpoint has copied it, so the `log_bytes` that are
+    written at once count twice, unless the file has free pages for them.
     """
     need_pages = -(-need_bytes // page_size) + overhead_pages
+    log_pages = -(-log_bytes // page_size) + overhead_pages
     grown = page_count + max(0, need_pages - free_pages)
-    return max(0, grown * page_size + wal_bytes + need_pages * page_size - budget)
+    return max(0, (grown + log_pages) * page_size + wal_bytes - budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +73,15 @@ class Candidate:
     shared: int
 
 
-def prefix_to_learn(entries: Sequence[Candidate], min_saved: int, times: int = 3) -> int:
-    """How many tokens of their common prefix are worth learning; 0 where no `times` entries would each save min_saved bytes.
+def prefix_to_learn(entries: Sequence[Candidate], min_saved: int, times: int = 3) -> bytes:
+    """The longest common prefix of `times` entries by which each of them would save min_saved bytes; b"" for none.
 
-    The longest such prefix wins. Entries must be sorted by key: those with the longest common prefix are neighbours.
+    Entries must be sorted by key: those with the longest common prefix are neighbours.
     """
-    best = 0
+    best = b""
     for at in range(len(entries) - times + 1):
         group = entries[at : at + times]
         n = common(group[0].key, group[-1].key)
-        if n > best and all((n - e.shared) * e.bytes_per_token >= min_saved for e in group):
-            best = n
+        if 4 * n > len(best) and all((n - e.shared) * e.bytes_per_token >= min_saved for e in group):
+            best = group[0].key[: 4 * n]
     return best

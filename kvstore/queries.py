@@ -148,6 +148,21 @@ def update_meta(c: Connection, e: Entry) -> None:
     )  # fmt: skip
 
 
+def set_class(c: Connection, id: int, entry_class: str, source: str) -> None:
+    c.execute("UPDATE meta SET class = ?, source = ? WHERE entry = ?", (entry_class, source, signed(id)))
+
+
+def set_expiry(c: Connection, id: int, ttl: int | None, expires_at: int | None) -> None:
+    c.execute("UPDATE meta SET ttl = ?, expires_at = ? WHERE entry = ?", (ttl, expires_at, signed(id)))
+
+
+def set_stored(c: Connection, id: int, stored: int, parent: int | None) -> None:
+    c.execute(
+        "UPDATE meta SET stored = ?, parent = ? WHERE entry = ?",
+        (stored, None if parent is None else signed(parent), signed(id)),
+    )
+
+
 def set_family_flags(c: Connection, id: int, saved: bool, reused: bool) -> None:
     c.execute("UPDATE meta SET saved=?, reused=? WHERE entry=?", (int(saved), int(reused), signed(id)))
 
@@ -226,6 +241,33 @@ def same_tokens(c: Connection, fingerprint: int, key: bytes) -> list[int]:
     return [unsigned(r[0]) for r in c.execute(sql, (fingerprint, key))]
 
 
+def continuing(c: Connection, fingerprint: int, key: bytes) -> list[int]:
+    """The entries whose tokens begin with `key`, itself with them."""
+    end = _after_prefix(key)
+    sql = """SELECT id FROM entries WHERE fingerprint = ? AND cut_any = ? AND tokens >= ?
+ AND (? IS NULL OR tokens < ?)"""
+    return [
+        unsigned(r[0]) for cut in (1, 0) for r in c.execute(sql, (fingerprint, cut, key, end, end))
+    ]
+
+
+def _after_prefix(key: bytes) -> bytes | None:
+    """The least bytes that sort after everything that begins with `key`; None where nothing does."""
+    stripped = key.rstrip(b"\xff")
+    return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else None
+
+
+def family_tokens(c: Connection, fingerprint: int, family: int, now: int, limit: int) -> list[tuple[int, bytes, int, int]]:
+    """(id, tokens, size, tokens of its parent or 0) of the live entries of a family that are not learned.
+
+    The most recently used first, up to `limit`; only those that can be cut anywhere.
+    """
+    sql = """SELECT e.id, e.tokens, m.size, coalesce(p.n_tokens, 0) FROM meta m JOIN entries e ON e.id = m.entry
+ LEFT JOIN entries p ON p.id = m.parent WHERE m.family = ? AND e.fingerprint = ? AND m.class <> 'learned'
+ AND (m.expires_at IS NULL OR m.expires_at > ?) AND e.cut_any ORDER BY m.use_order DESC LIMIT ?"""
+    return [(unsigned(r[0]), r[1], r[2], r[3]) for r in c.execute(sql, (signed(family), fingerprint, now, limit))]
+
+
 # -- blobs and chunks
 
 
@@ -268,6 +310,12 @@ def delete_blob(c: Connection, blob: int) -> None:
     c.execute("DELETE FROM blobs WHERE id = ?", (blob,))
 
 
+def blob_writer(c: Connection, blob: int) -> str | None:
+    """Who is writing a staged blob; None where it is gone or done."""
+    row = c.execute("SELECT writer FROM blobs WHERE id = ?", (blob,)).fetchone()
+    return None if row is None else row[0]
+
+
 def staged(c: Connection) -> list[tuple[int, str]]:
     """(blob, writer) of every blob that is being written, or was when its writer died."""
     return [(r[0], r[1]) for r in c.execute("SELECT id, writer FROM blobs WHERE entry IS NULL")]
@@ -293,6 +341,47 @@ def least_recently_used(c: Connection, spare: int | None) -> int | None:
     return None
 
 
+_ORPHANS = (
+    ("chunks", "blob NOT IN (SELECT id FROM blobs)"),
+    ("blobs", "entry IS NOT NULL AND entry NOT IN (SELECT id FROM entries)"),
+    ("cuts", "entry NOT IN (SELECT id FROM entries)"),
+    ("meta", "entry NOT IN (SELECT id FROM entries)"),
+    ("entries", "id NOT IN (SELECT entry FROM meta)"),
+    ("entries", "id IN (SELECT entry FROM meta WHERE parent NOT IN (SELECT id FROM entries))"),
+)
+
+
+def orphans(c: Connection) -> dict[str, int]:
+    """Rows, by table, that refer to something that is not there."""
+    found: dict[str, int] = {}
+    for table, condition in _ORPHANS:
+        n = c.execute(f"SELECT count(*) FROM {table} WHERE {condition}").get
+        if n:
+            found[table] = found.get(table, 0) + n
+    return found
+
+
+def delete_orphans(c: Connection) -> int:
+    """Deletes them, until there are none; gives the number of rows."""
+    deleted = 0
+    while orphans(c):
+        for table, condition in _ORPHANS:
+            c.execute(f"DELETE FROM {table} WHERE {condition}")
+            deleted += c.changes()
+    return deleted
+
+
+def integrity(c: Connection) -> list[str]:
+    """What SQLite's integrity and foreign key checks complain of."""
+    found = [str(r[0]) for r in c.execute("PRAGMA integrity_check") if r[0] != "ok"]
+    found += [f"a row of {r[0]} refers to a missing row of {r[2]}" for r in c.execute("PRAGMA foreign_key_check")]
+    return found
+
+
+def all_ids(c: Connection) -> list[int]:
+    return [unsigned(r[0]) for r in c.execute("SELECT id FROM entries ORDER BY id")]
+
+
 def totals(c: Connection) -> dict[str, Totals]:
     return {r[0]: Totals(r[1], r[2], r[3]) for r in c.execute("SELECT class, entries, size, stored FROM totals")}
 
@@ -309,6 +398,14 @@ def count_family(c: Connection, family: int, saved: int, reused: int) -> None:
  ON CONFLICT(id) DO UPDATE SET saved = saved + ?2, reused = reused + ?3""",
         (signed(family), saved, reused),
     )
+
+
+def count_reuse(c: Connection, id: int) -> None:
+    """Counts the first hit of an entry in its family."""
+    row = c.execute("SELECT family, reused FROM meta WHERE entry = ?", (signed(id),)).fetchone()
+    if row is not None and not row[1]:
+        count_family(c, unsigned(row[0]), 0, 1)
+        c.execute("UPDATE meta SET reused = 1 WHERE entry = ?", (signed(id),))
 
 
 def counters(c: Connection) -> dict[str, int]:

@@ -112,6 +112,10 @@ class Shelf:
                 self.ram.discard(entry.parent)
             return self._load(c, entry, rows)
 
+    def fresh(self, c: Connection, entry: Entry) -> tuple[Bytes, Bytes | None]:
+        """The states of an entry as the file gives them, past the RAM layer and unverified. Raises Damaged."""
+        return Shelf(RamCache(0), False, self._spent).load(c, entry)
+
     def _load(self, c: Connection, entry: Entry, rows: list[BlobRow]) -> tuple[Bytes, Bytes | None]:
         parent = None
         if entry.parent is not None:
@@ -248,13 +252,13 @@ class Shelf:
                 parts.append(Part(name, "bkvd", delta.data, state.size, digests[name]))
         return parts, shared
 
-    def keep(self, id: int, version: tuple[int, ...], parts: list[Part], parent: int | None) -> None:
-        """Puts what was just stored into the RAM layer, copied: the caller's buffers are the caller's."""
+    def keep(self, id: int, version: tuple[int, ...], parts: list[Part], parent: int | None, *, owned: bool) -> None:
+        """Puts what was just stored into the RAM layer, copied unless it is `owned`: a caller's buffer may change."""
         n_bytes = sum(part.data.size for part in parts)
         if not self.ram.reserve(n_bytes, parent):
             return
         try:
-            copies = {part.name: part.data if part.kind == "bkvd" else part.data.copy() for part in parts}
+            copies = {part.name: part.data if owned or part.kind == "bkvd" else part.data.copy() for part in parts}
             for copy in copies.values():
                 copy.flags.writeable = False
         except BaseException:

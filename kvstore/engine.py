@@ -1,0 +1,479 @@
+"""What `Store` does with a file: puts, gets, drops and rebuilds, each in the right transaction."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from . import blobs, policy, prefixes, queries, tally, upgrade
+from .db import Connection, Database
+from .errors import CorruptStoreError, KVStoreError, NotFoundError
+from .lru import RamCache
+from .records import Bytes, Entry, EntryClass, SavedState, Source, Tokens, hex_id
+from .shelf import Cuts, Damaged, Parent, Part, Shelf
+from .space import Space
+from .tally import Tally
+
+log = logging.getLogger("kvstore")
+# With the log beyond this, a large put checkpoints between its batches.
+LOG_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A put whose arguments have been checked. The arrays are the caller's, or private copies (`owned`)."""
+
+    id: int
+    tokens: Tokens
+    key: bytes
+    main: Bytes
+    draft: Bytes | None
+    digests: dict[str, bytes]
+    cuts: Cuts
+    entry_class: EntryClass
+    source: Source
+    ttl: int | None
+    family: int
+    excerpt: str
+    n_input: int
+    n_images: int
+    share: bool
+
+    @property
+    def size(self) -> int:
+        return self.main.size + (0 if self.draft is None else self.draft.size)
+
+    def entry(self, now: int, stored: int, parent: int | None) -> Entry:
+        return Entry(
+            id=self.id,
+            n_tokens=len(self.tokens),
+            n_images=self.n_images,
+            entry_class=self.entry_class,
+            source=self.source,
+            created_at=now,
+            last_used=now,
+            expires_at=policy.expires_at(now, self.ttl),
+            ttl=self.ttl,
+            hits=0,
+            family=self.family,
+            n_input=self.n_input,
+            excerpt=self.excerpt,
+            parent=parent,
+            size=self.size,
+            stored=stored,
+        )
+
+
+class _Lost(Exception):
+    """What a put relied on (its parent, its staged blob) was removed by another process: try again."""
+
+
+def new_id() -> int:
+    """A random nonzero u64."""
+    return secrets.randbelow((1 << 64) - 1) + 1
+
+
+class Engine:
+    """The parts of an open store, and what they do together. Safe to use from several threads."""
+
+    def __init__(
+        self, database: Database, *, fingerprint: str, ram: RamCache, disk_budget: int, min_saved: int, verify: bool
+    ) -> None:
+        self.db = database
+        self.fingerprint = fingerprint
+        self.ram = ram
+        self.min_saved = min_saved
+        self.tally = Tally()
+        self.shelf = Shelf(ram, verify, self.tally.spent)
+        self.space = Space(database, disk_budget)
+        self.writer = blobs.writer_name()
+        self.last_put = 0.0
+        self._fingerprint_id: int | None = None
+        self._families: set[int] = set()
+        self._clock = 0
+        self._clock_lock = threading.Lock()
+
+    # -- the common ground
+
+    def now(self) -> int:
+        """Unix seconds; never less than before in this process, so that a clock set back resurrects nothing."""
+        with self._clock_lock:
+            self._clock = max(self._clock, int(time.time()))
+            return self._clock
+
+    def take_families(self) -> set[int]:
+        """The families that were put to since the last call."""
+        with self._clock_lock:
+            taken, self._families = self._families, set()
+        return taken
+
+    def fingerprint_id(self, c: Connection) -> int | None:
+        if self._fingerprint_id is None:
+            self._fingerprint_id = queries.fingerprint_id(c, self.fingerprint)
+        return self._fingerprint_id
+
+    def scope(self, c: Connection) -> int | None:
+        """The fingerprint that ids are looked up under: none where the store was opened without one."""
+        if not self.fingerprint:
+            return None
+        found = self.fingerprint_id(c)
+        return -1 if found is None else found
+
+    def find(self, c: Connection, id: int) -> Entry | None:
+        """The live entry of this id, with the uses that are not in the file yet."""
+        found = queries.entry(c, id, self.scope(c))
+        if found is None or self.is_expired(found):
+            return None
+        return self.with_uses(found)
+
+    def with_uses(self, entry: Entry) -> Entry:
+        hits, used = self.tally.uses_of(entry.id)
+        if not used:
+            return entry
+        return dataclasses.replace(entry, hits=entry.hits + hits, last_used=max(entry.last_used, used))
+
+    def is_expired(self, entry: Entry) -> bool:
+        return entry.expires_at is not None and entry.expires_at <= self.now()
+
+    @contextmanager
+    def writing(self, *, durable: bool = True, wait: bool = True) -> Iterator[tuple[Connection, list[tuple[Entry, str]]]]:
+        """A write transaction that takes the tally with it, and the list of (entry, why) that it drops.
+
+        What was dropped is reported and forgotten by the RAM layer after the commit, and not at all where it fails.
+        """
+        dropped: list[tuple[Entry, str]] = []
+        taken = self.tally.take()
+        try:
+            with self.db.write(durable=durable, wait=wait) as c:
+                tally.write(c, taken)
+                yield c, dropped
+        except BaseException:
+            self.tally.give_back(taken)
+            raise
+        for entry, why in dropped:
+            self.ram.discard(entry.id)
+            quiet = why in ("contained", "replaced", "deleted", "taken")
+            log.log(logging.INFO if quiet else logging.WARNING, "dropped entry %s (%d tokens): %s", entry.hex_id, entry.n_tokens, why)
+
+    def drop(self, c: Connection, id: int, why: str, dropped: list[tuple[Entry, str]]) -> None:
+        """Deletes an entry and those stored against it."""
+        for child in queries.children(c, id):
+            entry = queries.entry(c, child, None)
+            if entry is not None:
+                dropped.append((entry, why if why in ("deleted", "damaged") else "parent_gone"))
+        entry = queries.entry(c, id, None)
+        if entry is not None:
+            dropped.append((entry, why))
+        queries.delete_entry(c, id)
+        self.tally.count(f"evicted_{why.split(':')[0]}")
+
+    # -- open
+
+    def prepare(self) -> None:
+        """Upgrades, reclaims what cut-off puts left, and brings the file inside its budget."""
+        upgrade.prepare(self.db)
+        if self.db.readonly:
+            return
+        with self.db.read() as c:
+            left = queries.staged(c)
+        if any(not blobs.writer_alive(writer) for _, writer in left):
+            with self.db.write() as c:
+                n = blobs.reclaim(c)
+            log.info("reclaimed the space of %d states that were cut off while being written", n)
+        dropped: list[tuple[Entry, str]] = []
+        self.space.shrink_to_budget(lambda c, id, why: self.drop(c, id, why, dropped))
+        for entry, why in dropped:
+            log.warning("dropped entry %s (%d tokens): %s", entry.hex_id, entry.n_tokens, why)
+
+    # -- put
+
+    def put(self, job: Job, *, owned: bool = False, release: Callable[[], None] | None = None) -> Entry:
+        """Stores a job. `owned` arrays may be kept; `release` is called just before the RAM layer takes them."""
+        started = time.perf_counter()
+        while True:
+            with self.db.read() as c:
+                fingerprint = self.fingerprint_id(c)
+                parent = None
+                if fingerprint is not None:
+                    same = self._identical(c, fingerprint, job)
+                    if job.share and job.entry_class != "learned" and same is None:
+                        parent = self.shelf.find_parent(c, fingerprint, job.key, self.now())
+                else:
+                    same = None
+            if same is not None:
+                refreshed = self._refresh(same, job)
+                if refreshed is not None:
+                    return refreshed
+                continue
+            parts, shared = self.shelf.build(job.main, job.draft, job.digests, parent, self.min_saved)
+            if not shared:
+                parent = None
+            try:
+                entry, version = self._write(job, parts, parent)
+            except _Lost:
+                continue
+            break
+        self.last_put = time.monotonic()
+        if release is not None:
+            release()
+        self.shelf.keep(job.id, version, parts, entry.parent, owned=owned)
+        self.tally.count("puts")
+        if job.entry_class == "normal":
+            with self._clock_lock:
+                self._families.add(job.family)
+        if parent is not None:
+            self.tally.count("shared_puts")
+            log.info(
+                "shared %s: %d tokens, %d of them from learned prefix %s, %.1f MiB instead of %.1f MiB, %.3f s",
+                entry.hex_id, entry.n_tokens, parent.n_tokens, hex_id(parent.id), entry.stored / policy.MIB,
+                entry.size / policy.MIB, time.perf_counter() - started,
+            )  # fmt: skip
+        if self.space.limited:
+            self.space.before()
+        return entry
+
+    def _identical(self, c: Connection, fingerprint: int, job: Job) -> Entry | None:
+        """The entry that holds these tokens and these very bytes already."""
+        for id in queries.same_tokens(c, fingerprint, job.key):
+            if {row.part: row.digest for row in queries.blobs(c, id)} == job.digests:
+                return queries.entry(c, id, fingerprint)
+        return None
+
+    def _refresh(self, same: Entry, job: Job) -> Entry | None:
+        """Puts an entry again that is there already: only its meta changes. None where it went meanwhile."""
+        now = self.now()
+        with self.writing() as (c, _):
+            found = queries.entry(c, same.id, None)
+            if found is None:
+                return None
+            entry_class, source = policy.merged_class((found.entry_class, found.source), (job.entry_class, job.source))
+            if entry_class == "learned" and found.parent is not None:
+                found = self.make_whole(c, found)
+            entry = dataclasses.replace(
+                job.entry(now, found.stored, found.parent),
+                id=found.id,
+                hits=found.hits,
+                entry_class=entry_class,
+                source=source,
+                created_at=found.created_at,
+            )
+            queries.update_meta(c, entry)
+            queries.touch(c, entry.id, 0, now)
+        return entry
+
+    def _write(self, job: Job, parts: list[Part], parent: Parent | None) -> tuple[Entry, tuple[int, ...]]:
+        total = sum(part.data.size for part in parts)
+        need = total + 3 * len(job.key)
+        batch = self.space.batch_bytes(blobs.BATCH_CHUNKS * blobs.CHUNK_BYTES)
+        spare = None if parent is None else parent.id
+        self.space.before()
+        with self.db.sync_ahead() as kick:
+            if total <= batch:
+                with self.writing() as (c, dropped):
+                    self.space.make_room(c, need, need, spare, self.evictor(dropped))
+                    staged = self._stage(c, parts)
+                    for blob, part in zip(staged, parts, strict=True):
+                        blobs.write(c, blob, part.data, kick=kick)
+                    return self._publish(c, job, parts, staged, parent, dropped)
+            staged = []
+            try:
+                with self.writing(durable=False) as (c, dropped):
+                    self.space.make_room(c, need, batch, spare, self.evictor(dropped))
+                    staged = self._stage(c, parts)
+                self._write_batches(parts, staged, need, batch, spare, kick)
+                with self.writing() as (c, dropped):
+                    for blob, part in zip(staged, parts, strict=True):
+                        if queries.chunk_total(c, blob)[1] != part.data.size:
+                            raise _Lost
+                    return self._publish(c, job, parts, staged, parent, dropped)
+            except BaseException:
+                # Where even this fails the next open does it.
+                with suppress(KVStoreError), self.db.write(durable=False) as c:
+                    for blob in staged:
+                        queries.delete_blob(c, blob)
+                raise
+
+    def _write_batches(
+        self, parts: list[Part], staged: list[int], need: int, batch: int, spare: int | None, kick: Callable[[], None]
+    ) -> None:
+        count = max(1, batch // blobs.CHUNK_BYTES)
+        for blob, part in zip(staged, parts, strict=True):
+            seq = 0
+            while seq >= 0:
+                self.space.before()
+                with self.writing(durable=False) as (c, dropped):
+                    left = need - seq * blobs.CHUNK_BYTES
+                    self.space.make_room(c, left, min(left, batch), spare, self.evictor(dropped))
+                    if queries.blob_writer(c, blob) != self.writer:
+                        raise _Lost
+                    seq = blobs.write(c, blob, part.data, seq, count, kick)
+                need -= min(count * blobs.CHUNK_BYTES, part.data.size)
+                if not self.space.limited and self.db.wal_bytes() > LOG_BYTES:
+                    self.db.checkpoint()
+
+    def _stage(self, c: Connection, parts: list[Part]) -> list[int]:
+        return [queries.stage_blob(c, p.name, p.kind, p.size, p.data.size, self.writer) for p in parts]
+
+    def evictor(self, dropped: list[tuple[Entry, str]]) -> Callable[[Connection, int, str], None]:
+        return lambda c, id, why: self.drop(c, id, why, dropped)
+
+    def _publish(
+        self,
+        c: Connection,
+        job: Job,
+        parts: list[Part],
+        staged: list[int],
+        parent: Parent | None,
+        dropped: list[tuple[Entry, str]],
+    ) -> tuple[Entry, tuple[int, ...]]:
+        """Makes staged blobs an entry, and removes what it replaces and serves."""
+        if parent is not None and tuple(row.id for row in queries.blobs(c, parent.id)) != parent.version:
+            raise _Lost
+        fingerprint = queries.add_fingerprint(c, self.fingerprint)
+        entry = job.entry(self.now(), sum(p.data.size for p in parts), None if parent is None else parent.id)
+        for id in queries.same_tokens(c, fingerprint, job.key):
+            old = queries.entry(c, id, None)
+            if old is not None:
+                entry_class, source = policy.merged_class(
+                    (old.entry_class, old.source), (entry.entry_class, entry.source)
+                )
+                if entry_class == "learned" and parent is not None:
+                    entry_class, source = entry.entry_class, entry.source
+                entry = dataclasses.replace(entry, entry_class=entry_class, source=source)
+                for child in queries.children(c, id):
+                    self._keep_child(c, child, dropped)
+            self.drop(c, id, "replaced", dropped)
+        for id, n in list(prefixes.prefixes_of(c, fingerprint, job.key[:-4], self.now())):
+            old = queries.entry(c, id, fingerprint)
+            if old is None or old.entry_class != "normal" or not job.cuts.serves(n) or queries.has_children(c, id):
+                continue
+            if old.n_images == job.n_images == 0 and (job.draft is not None or len(queries.blobs(c, id)) == 1):
+                self.drop(c, id, "contained", dropped)
+        queries.insert_entry(c, entry, fingerprint, job.key, job.cuts.any)
+        if not job.cuts.any:
+            queries.insert_cuts(c, entry.id, fingerprint, job.key, job.cuts.counts)
+        for blob, part in zip(staged, parts, strict=True):
+            if not queries.finish_blob(c, blob, entry.id, part.digest):
+                raise _Lost
+        if entry.parent is not None:
+            queries.touch(c, entry.id, 0, entry.last_used)
+        queries.count_family(c, entry.family, 1, 0)
+        queries.set_family_flags(c, entry.id, True, False)
+        return entry, tuple(row.id for row in queries.blobs(c, entry.id))
+
+    # -- get
+
+    def get(self, id: int) -> SavedState | None:
+        gone = False
+        damaged: Damaged | None = None
+        try:
+            with self.db.read() as c:
+                entry = queries.entry(c, id, self.scope(c))
+                gone = entry is not None and self.is_expired(entry)
+                if entry is not None and not gone:
+                    main, draft = self.shelf.load(c, entry)
+                    tokens = queries.tokens(c, id)
+                    if tokens is None or tokens.size != entry.n_tokens:
+                        raise Damaged(id, "its tokens are damaged")
+                    return SavedState(self._used(entry), tokens, main, draft)
+        except Damaged as error:
+            damaged = error
+        except CorruptStoreError as error:
+            damaged = Damaged(id, error.message)
+        self.tally.count("misses")
+        if gone:
+            self._drop_quietly(id, "expired")
+        elif damaged is not None:
+            if damaged.id != id:
+                log.warning(
+                    "entry %s can not be served: its parent %s, %s", hex_id(id), hex_id(damaged.id), damaged.reason
+                )
+            self._drop_quietly(damaged.id, f"damaged: {damaged.reason}")
+        return None
+
+    def _used(self, entry: Entry) -> Entry:
+        now = self.now()
+        self.tally.use(entry.id, now)
+        self.tally.count("hits")
+        return self.with_uses(entry)
+
+    def _drop_quietly(self, id: int, why: str) -> None:
+        """Drops what cannot be served, where the file can be written now."""
+        if self.db.readonly:
+            log.warning("entry %s: %s (the store is read-only, so it stays)", hex_id(id), why)
+            return
+        try:
+            with self.writing() as (c, dropped):
+                self.drop(c, id, why, dropped)
+        except KVStoreError as error:
+            log.warning("entry %s: %s; it could not be dropped: %s", hex_id(id), why, error)
+
+    # -- delete
+
+    def delete(self, id: int, children: str, why: str = "deleted") -> list[int]:
+        with self.writing() as (c, dropped):
+            entry = queries.entry(c, id, self.scope(c))
+            if entry is None:
+                return []
+            if children != "drop":
+                held = set(self.ram.ids())
+                for child in queries.children(c, id):
+                    if children == "keep" or child in held:
+                        self._keep_child(c, child, dropped)
+            self.drop(c, id, why, dropped)
+            removed = [e.id for e, _ in dropped]
+        return removed
+
+    def _keep_child(self, c: Connection, child: int, dropped: list[tuple[Entry, str]]) -> None:
+        """Rebuilds a child whole, before its parent goes; one that cannot be is dropped."""
+        entry = queries.entry(c, child, None)
+        if entry is None:
+            return
+        try:
+            self.make_whole(c, entry)
+        except Damaged as error:
+            self.drop(c, child, f"damaged: {error.reason}", dropped)
+
+    def make_whole(self, c: Connection, entry: Entry) -> Entry:
+        """Stores an entry whole that was a delta, inside a transaction. Raises Damaged."""
+        main, draft = self.shelf.load(c, entry)
+        digests = {row.part: row.digest for row in queries.blobs(c, entry.id)}
+        parts, _ = self.shelf.build(main, draft, digests, None, 0)
+        return self.replace_parts(c, entry, parts, None)
+
+    def replace_parts(self, c: Connection, entry: Entry, parts: list[Part], parent: int | None) -> Entry:
+        """Stores the same states of an entry in another form, inside a transaction that has made room for them."""
+        for row in queries.blobs(c, entry.id):
+            queries.delete_blob(c, row.id)
+        staged = self._stage(c, parts)
+        for blob, part in zip(staged, parts, strict=True):
+            blobs.write(c, blob, part.data)
+            queries.finish_blob(c, blob, entry.id, part.digest)
+        stored = sum(part.data.size for part in parts)
+        queries.set_stored(c, entry.id, stored, parent)
+        return dataclasses.replace(entry, stored=stored, parent=parent)
+
+    def set(self, id: int, entry_class: EntryClass | None, source: Source, ttl: int | None) -> Entry:
+        now = self.now()
+        with self.writing() as (c, dropped):
+            entry = self.find(c, id)
+            if entry is None:
+                raise NotFoundError(f"no entry {hex_id(id)}", id=hex_id(id))
+            if entry_class is not None:
+                if entry_class == "learned" and entry.parent is not None:
+                    self.space.make_room(c, entry.size, entry.size, entry.parent, self.evictor(dropped))
+                    entry = self.make_whole(c, entry)
+                queries.set_class(c, id, entry_class, source)
+                entry = dataclasses.replace(entry, entry_class=entry_class, source=source)
+            if ttl is not None:
+                lasting = ttl if ttl > 0 else None
+                expires_at = policy.expires_at(now, lasting)
+                queries.set_expiry(c, id, lasting, expires_at)
+                entry = dataclasses.replace(entry, ttl=lasting, expires_at=expires_at)
+        return entry
