@@ -20,7 +20,7 @@ ARGUMENTS = ["--tokens", "2500", "--conversations", "2"]
 
 
 class SmallStore(Store):
-    """Shares the tiny model's states too."""
+    """A store that shares the tiny model's states too."""
 
     def __init__(self, path: Any, **options: Any) -> None:
         super().__init__(path, min_saved_mib=0.01, **options)
@@ -47,7 +47,7 @@ def test_passes_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_keep_leaves_the_store(tmp_path: Path, capsys: Any) -> None:
     assert demo.main([*ARGUMENTS, "--keep", str(tmp_path / "kept")]) == 0
     with SmallStore(tmp_path / "kept" / "demo.kvstore", readonly=True) as store:
-        assert store.verify()
+        assert store.verify() == []
     assert demo.main([*ARGUMENTS, "--keep", str(tmp_path / "kept")]) == 1
     assert "is there already" in capsys.readouterr().err
 
