@@ -254,9 +254,11 @@ def restore(screen: Screen, server: LlamaServer, store: Store, reference: Refere
             raise DemoError(f"entry {match.entry.hex_id} is gone")
         got_s = time.perf_counter() - began
         began = time.perf_counter()
-        slotfile.write(server.slot_dir / "restore.bin", replace(form, tokens=saved.tokens, state=saved.main))
-        server.slot_restore(SLOT, "restore.bin")
+        path = server.slot_dir / "restore.bin"
+        slotfile.write(path, replace(form, tokens=saved.tokens, state=saved.main))
+        server.slot_restore(SLOT, path.name)
         restored_s = time.perf_counter() - began
+        path.unlink()
         warm = server.completion(reference.tokens, n_predict=ANSWER_TOKENS)
     with screen.working("computing the same prompt without the store, to compare"):
         server.slot_erase(SLOT)

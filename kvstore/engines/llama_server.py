@@ -215,8 +215,11 @@ class LlamaServer:
             self._wait_until_served()
         except BaseException as error:
             self.kill()
-            if isinstance(error, OSError) and not isinstance(error, KVStoreError):
-                raise self._died("did not start") from error
+            failure = self._died("did not start") if isinstance(error, OSError) else None
+            # The error has the end of the log; nothing calls `stop` after a failed `with`.
+            self.stop()
+            if failure is not None:
+                raise failure from error
             raise
 
     def _command_line(self) -> tuple[list[str], dict[str, str], bytes]:
