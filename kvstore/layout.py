@@ -2,12 +2,14 @@
 
 layout.parse(blob)           -> Layout: envelope, parts, streams, checkpoints
 layout.crop(blob, n_tokens)  -> the state of the first n_tokens positions
+layout.convert(blob, like)   -> the state as a server with other flags, or of another version, would have written it
 """
 
 from __future__ import annotations
 
+from .layout_convert import convert
 from .layout_crop import crop
 from .layout_parse import parse
 from .layout_types import AttentionPart, Checkpoint, Layout, RecurrentPart
 
-__all__ = ["AttentionPart", "Checkpoint", "Layout", "RecurrentPart", "crop", "parse"]
+__all__ = ["AttentionPart", "Checkpoint", "Layout", "RecurrentPart", "convert", "crop", "parse"]

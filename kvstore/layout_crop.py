@@ -25,7 +25,16 @@ from .slotfile import head_bytes, read_head
 _MAX_RUNS = 64
 
 
-class _Rows:
+class Writer:
+    """Bytes that are made where they go: `write` fills `out`, uint8 of shape (size,)."""
+
+    size: int
+
+    def write(self, out: Bytes) -> None:
+        raise NotImplementedError
+
+
+class _Rows(Writer):
     """The cells `runs` (index ranges) of a table of `rows` rows with `n_cells` cells of `width` bytes each."""
 
     def __init__(self, source: Bytes, rows: int, n_cells: int, width: int, runs: list[tuple[int, int]]) -> None:
@@ -47,7 +56,7 @@ class _Rows:
             at += b - a
 
 
-Piece: TypeAlias = bytes | Bytes | _Rows
+Piece: TypeAlias = bytes | Bytes | Writer
 
 
 def crop(blob: Blob, n_tokens: int) -> Bytes:
@@ -77,12 +86,12 @@ def crop(blob: Blob, n_tokens: int) -> Bytes:
 
 def assemble(pieces: list[Piece]) -> Bytes:
     """The pieces one after another, in one new array."""
-    sizes = [p.size if isinstance(p, _Rows) else len(p) for p in pieces]
+    sizes = [p.size if isinstance(p, Writer) else len(p) for p in pieces]
     out = np.empty(sum(sizes), np.uint8)
     at = 0
     for piece, size in zip(pieces, sizes, strict=True):
         target = out[at : at + size]
-        if isinstance(piece, _Rows):
+        if isinstance(piece, Writer):
             piece.write(target)
         elif isinstance(piece, bytes):
             if piece:

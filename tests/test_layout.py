@@ -105,6 +105,15 @@ def test_states_before_the_stream_count(bare: bool, v_trans: bool, envelope: str
     assert found.state_size == len(state)
 
 
+def test_two_caches_before_the_stream_count() -> None:
+    table = build.cell_table(PREFIX)
+    state = b"".join(build.attention(PREFIX, rot=None, n_stream=None, table=table, label=50 * i) for i in (0, 1))
+    for blob in (state, build.slot_file(state, version=2, packed=False), build.context(state, outputs=(1, 50, 0))):
+        found = layout.parse(blob)
+        assert [(p.n_stream, p.cells, p.v_layers) for p in found.attention] == [(None, (99,), 2)] * 2
+        assert found.stream_counts == (1, 1)
+
+
 def test_old_recurrent_and_old_f32_attention() -> None:
     found = layout.parse(build.recurrent(layers=3, n=3))
     assert found.parts[0].kind == "recurrent"
