@@ -8,6 +8,7 @@ candidate; its text and offset make the final error.
 from __future__ import annotations
 
 import struct
+from array import array
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,6 +26,7 @@ MAX_ELEMENT = 16
 MAX_EMBD = 1 << 20
 MAX_CELLS = 1 << 24  # bounds the time of a parse; the largest contexts have 2^20
 MAX_MIXED_CELLS = 1 << 20  # the same for tables that have to be walked cell by cell
+MAX_TENSORS = 1 << 18  # headers read for all candidates of one state; real ones need some hundreds
 
 # ggml type id -> bytes of one block (a row is a whole number of them), from ggml's type traits.
 BLOCK_BYTES = {
@@ -98,6 +100,7 @@ class Reader:
         self.data = data
         self.stop = int(data.shape[0]) if stop is None else stop
         self.view = data.data
+        self._tensors = 0
         self._tables: dict[tuple[int, int, int, bool], Cells | Misfit] = {}
 
     def left(self, at: int) -> int:
@@ -177,25 +180,30 @@ class Reader:
             raise Misfit(f"{n} cells with different numbers of sequence ids are too many", at)
         self.need(at, n * (12 + ext), "the cell table")
         view, stop, read, table = self.view, self.stop, _CELL.unpack_from, at
-        positions = np.empty(n, np.int32)
-        starts = np.empty(n, np.int64)
+        positions, starts = array("i"), array("q")
         fixed = 8 + ext
-        for i in range(n):
+        for _ in range(n):
             if stop - at < fixed:
                 raise Misfit("the cell table is cut short", at)
             p, k = read(view, at)
             if p < 0 or not 0 < k <= MAX_SEQ:
                 raise Misfit(f"a cell has position {p} and {k} sequence ids", table)
-            positions[i] = p
-            starts[i] = at
+            positions.append(p)
+            starts.append(at)
             at += fixed + 4 * k
         if at > stop:
             raise Misfit("the cell table is cut short", stop)
-        extra = self.data[starts[:, None] + 8 + np.arange(ext)] if ext else _no_ext(n)
-        return Cells(positions, extra, at, None)
+        offsets = np.frombuffer(starts, np.int64) + 8
+        extra = np.empty((n, ext), np.uint8)
+        for i in range(ext):
+            extra[:, i] = self.data[offsets + i]
+        return Cells(np.frombuffer(positions, np.int32), extra, at, None)
 
     def tensor(self, at: int, n_cells: int, *, is_v: bool, transposed: bool) -> Section:
         """The tensor whose header is at `at`; it ends at `section_stop`."""
+        self._tensors += 1
+        if self._tensors > MAX_TENSORS:
+            raise Misfit("more tensors than any model has", at)
         if transposed:
             self.need(at, HEADER_BYTES, "a tensor header")
             kind, width, rows = _HEADER_T.unpack_from(self.view, at)

@@ -41,6 +41,7 @@ from .slotfile import SESSION_MAGIC, SLOT_MAGIC, read_head
 HEADER_MAGIC = 0xAF143CD8
 CHECKPOINT_MAGIC = b"SCKP"
 CHECKPOINT_VERSION = 1
+MAX_CHECKPOINTS = 1 << 16  # llama-server keeps tens
 _CHECKPOINT = struct.Struct("<qii")
 _EXTS = (0, 8, 12)
 MAX_EXT = 64
@@ -428,6 +429,8 @@ class _Grammar:
         version, count = reader.words(at + 4, "the list of checkpoints")
         if version != CHECKPOINT_VERSION:
             return None
+        if count > MAX_CHECKPOINTS:
+            raise Misfit(f"{count} checkpoints are too many", at + 8)
         at += 12
         reader.need(at, count * (_CHECKPOINT.size + 24), "the list of checkpoints")
         out = []

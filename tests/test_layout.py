@@ -355,6 +355,22 @@ def test_many_cells_with_differing_sequence_counts_take_bounded_time() -> None:
     assert time.perf_counter() - start < 2
 
 
+def test_many_tensors_and_checkpoints_take_bounded_time() -> None:
+    tensor = struct.pack("<iQ", 1, 2) + b"ab"
+    stream = struct.pack("<IiIiII", 1, 0, 1, 0, 0, 2048) + tensor * 2048
+    small = struct.pack("<IIiIiII", 1, 1, 0, 1, 0, 0, 1) + tensor
+    for blob in (
+        (struct.pack("<I", 64) + stream * 64) * 4 + b"end",
+        small * 100_000,
+        small + b"SCKP" + struct.pack("<II", 1, 60_000) + bytes(40) * 60_000 + b"end",
+        small + b"SCKP" + struct.pack("<II", 1, 2**32 - 1) + bytes(4000),
+    ):
+        start = time.perf_counter()
+        with pytest.raises(LayoutError):
+            layout.parse(blob)
+        assert time.perf_counter() - start < 2
+
+
 def test_speed_does_not_depend_on_tensor_bytes() -> None:
     n, layers, row = 15_000, 64, 64
     cells = np.zeros(n, "<i4,<u4,<i4")
