@@ -202,11 +202,11 @@ class Database:
             flags |= apsw.SQLITE_OPEN_CREATE
         with translated(self.path, self._key is not None):
             target = self.path
-            if not writable and not self.memory and not os.access(os.path.dirname(os.path.abspath(self.path)), os.W_OK):
+            folder = os.path.dirname(os.path.abspath(self.path))
+            if not writable and not os.access(folder, os.W_OK) and not os.path.exists(self.path + "-wal"):
                 # Without a folder to keep the shared memory in, only a file that nobody writes can be read.
-                if not os.path.exists(self.path + "-wal"):
-                    target = Path(self.path).resolve().as_uri() + "?immutable=1"
-                    flags |= apsw.SQLITE_OPEN_URI
+                target = Path(self.path).resolve().as_uri() + "?immutable=1"
+                flags |= apsw.SQLITE_OPEN_URI
             connection = apsw.Connection(target, flags=flags)
             connection.set_busy_timeout(int(self.timeout * 1000))
             if self._key is not None:
@@ -336,7 +336,7 @@ class Database:
                 in_log, done = self._checkpointer.wal_checkpoint(mode=mode)
             except (apsw.BusyError, apsw.LockedError):
                 return False
-            return in_log == done
+            return bool(in_log == done)
 
     @contextmanager
     def sync_ahead(self) -> Iterator[Callable[[], None]]:

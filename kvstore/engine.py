@@ -21,8 +21,8 @@ from .space import Space
 from .tally import Tally
 
 log = logging.getLogger("kvstore")
-# With the log beyond this, a large put checkpoints between its batches.
-LOG_BYTES = 256 << 20
+# A put larger than this checkpoints each time it has written so much: its log stays smaller than it.
+LOG_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -303,6 +303,7 @@ class Engine:
         self, parts: list[Part], staged: list[int], need: int, batch: int, spare: int | None, kick: Callable[[], None]
     ) -> None:
         count = max(1, batch // blobs.CHUNK_BYTES)
+        logged = 0
         for blob, part in zip(staged, parts, strict=True):
             seq = 0
             while seq >= 0:
@@ -313,9 +314,11 @@ class Engine:
                     if queries.blob_writer(c, blob) != self.writer:
                         raise _Lost
                     seq = blobs.write(c, blob, part.data, seq, count, kick)
-                need -= min(count * blobs.CHUNK_BYTES, part.data.size)
-                if not self.space.limited and self.db.wal_bytes() > LOG_BYTES:
+                logged += count * blobs.CHUNK_BYTES
+                if logged > LOG_BYTES and not self.space.limited:
                     self.db.checkpoint()
+                    logged = 0
+            need -= part.data.size
 
     def _stage(self, c: Connection, parts: list[Part]) -> list[int]:
         return [queries.stage_blob(c, p.name, p.kind, p.size, p.data.size, self.writer) for p in parts]

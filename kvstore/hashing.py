@@ -27,7 +27,7 @@ def family(tokens: Tokens, n_system: int, user_start: int) -> int:
     Without a system block, of the first 32 tokens of the first user turn, which starts at `user_start`.
     """
     block = tokens[: min(n_system, FAMILY_SYSTEM_TOKENS)] if n_system else tokens[user_start : user_start + FAMILY_USER_TOKENS]
-    return int(xxhash.xxh3_64_intdigest(np.ascontiguousarray(block, dtype="<i4")))
+    return int(xxhash.xxh3_64_intdigest(np.ascontiguousarray(block, dtype="<i4").tobytes()))
 
 
 class Hasher:

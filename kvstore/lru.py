@@ -129,8 +129,6 @@ class RamCache:
         parent = self._held[id].parent
         if parent is not None and parent in self._held:
             self._held.move_to_end(parent)
-        elif id in self._children and self._children[id]:
-            self._held.move_to_end(id)
 
     def _remove(self, id: int) -> None:
         held = self._held.pop(id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from importlib import resources
+from importlib import import_module, resources
 
 from . import db
 from .db import APPLICATION_ID, Connection, Database
@@ -55,7 +55,6 @@ def prepare(database: Database) -> None:
             if version_of(c, database.path) == 0:  # no other process was faster
                 db.run_script(c, schema_sql())
         return
-    from kvstore import migrations
-
+    migrations = import_module("kvstore.migrations")  # built on this module's floor: not at import time
     migrations.run(database, version)
     database.use_wal()
