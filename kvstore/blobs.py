@@ -54,7 +54,7 @@ def read(c: Connection, blob: BlobRow, out: Bytes | None = None, hasher: Hasher 
                 handle = c.blob_open("main", "chunks", "data", rowid, False)
             else:
                 handle.reopen(rowid)
-            handle.read_into(memoryview(out), at, n)
+            handle.read_into(out.data, at, n)
             if hasher is not None:
                 hasher.update(out[at : at + n])
             at += n

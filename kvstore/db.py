@@ -404,7 +404,7 @@ def application_id(connection: Connection) -> int:
 
 def is_empty(connection: Connection) -> bool:
     """True where the database holds nothing at all."""
-    return connection.execute("SELECT count(*) FROM sqlite_schema").get == 0
+    return int(connection.execute("SELECT count(*) FROM sqlite_schema").get) == 0
 
 
 def run_script(connection: Connection, sql: str) -> None:
