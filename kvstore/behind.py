@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .engine import Job
@@ -16,11 +16,15 @@ from .records import Entry
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pending:
-    """A put that is not on disk yet, and the call that stores it and gives its reservation back."""
+    """A put that is not on disk yet, and the call that stores it and gives its reservation back.
+
+    `uses` are the times of the hits that it had meanwhile: the file has no row yet that could count them.
+    """
 
     entry: Entry
     job: Job
     store: Callable[[], None]
+    uses: list[int] = field(default_factory=list)
 
 
 class WriteBehind:
@@ -29,8 +33,9 @@ class WriteBehind:
     Thread rules: `_lock` guards the queue and the failures; the store call runs without it.
     """
 
-    def __init__(self, ram: RamCache) -> None:
+    def __init__(self, ram: RamCache, used: Callable[[int, int], None]) -> None:
         self._ram = ram
+        self._used = used
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._queue: OrderedDict[int, Pending] = OrderedDict()
@@ -72,6 +77,8 @@ class WriteBehind:
             failure: Exception | None = None
             try:
                 pending.store()
+                for used in pending.uses:
+                    self._used(id, used)
             except Exception as error:  # noqa: BLE001  reported at the next call of the store
                 failure = error
             with self._changed:

@@ -44,6 +44,7 @@ class Job:
     n_input: int
     n_images: int
     share: bool
+    head: bytes | None = None
 
     @property
     def size(self) -> int:
@@ -156,10 +157,15 @@ class Engine:
         except BaseException:
             self.tally.give_back(taken)
             raise
+        self._dropped(dropped)
+
+    def _dropped(self, dropped: list[tuple[Entry, str]]) -> None:
+        """Counts, logs and forgets what a committed transaction dropped."""
         for entry, why in dropped:
             self.ram.discard(entry.id)
-            quiet = why in ("contained", "replaced", "deleted", "taken")
-            log.log(logging.INFO if quiet else logging.WARNING, "dropped entry %s (%d tokens): %s", entry.hex_id, entry.n_tokens, why)
+            self.tally.count(f"evicted_{why.split(':')[0]}")
+            level = logging.INFO if why in ("contained", "replaced", "deleted", "taken") else logging.WARNING
+            log.log(level, "dropped entry %s (%d tokens): %s", entry.hex_id, entry.n_tokens, why)
 
     def drop(self, c: Connection, id: int, why: str, dropped: list[tuple[Entry, str]]) -> None:
         """Deletes an entry and those stored against it."""
@@ -171,7 +177,6 @@ class Engine:
         if entry is not None:
             dropped.append((entry, why))
         queries.delete_entry(c, id)
-        self.tally.count(f"evicted_{why.split(':')[0]}")
 
     # -- open
 
@@ -188,8 +193,7 @@ class Engine:
             log.info("reclaimed the space of %d states that were cut off while being written", n)
         dropped: list[tuple[Entry, str]] = []
         self.space.shrink_to_budget(lambda c, id, why: self.drop(c, id, why, dropped))
-        for entry, why in dropped:
-            log.warning("dropped entry %s (%d tokens): %s", entry.hex_id, entry.n_tokens, why)
+        self._dropped(dropped)
 
     # -- put
 
@@ -201,7 +205,8 @@ class Engine:
                 fingerprint = self.fingerprint_id(c)
                 parent = None
                 if fingerprint is not None:
-                    same = self._identical(c, fingerprint, job)
+                    # An owned job was promised its id: it replaces what is there.
+                    same = None if owned else self._identical(c, fingerprint, job)
                     if job.share and job.entry_class != "learned" and same is None:
                         parent = self.shelf.find_parent(c, fingerprint, job.key, self.now())
                 else:
@@ -238,6 +243,12 @@ class Engine:
             self.space.before()
         return entry
 
+    def holds(self, job: Job) -> bool:
+        """True where the file has these tokens with these very bytes already."""
+        with self.db.read() as c:
+            fingerprint = self.fingerprint_id(c)
+            return fingerprint is not None and self._identical(c, fingerprint, job) is not None
+
     def _identical(self, c: Connection, fingerprint: int, job: Job) -> Entry | None:
         """The entry that holds these tokens and these very bytes already."""
         for id in queries.same_tokens(c, fingerprint, job.key):
@@ -265,6 +276,8 @@ class Engine:
             )
             queries.update_meta(c, entry)
             queries.touch(c, entry.id, 0, now)
+            if job.head != queries.head(c, entry.id):
+                queries.set_head(c, entry.id, job.head)
         return entry
 
     def _write(self, job: Job, parts: list[Part], parent: Parent | None) -> tuple[Entry, tuple[int, ...]]:
@@ -358,7 +371,7 @@ class Engine:
                 continue
             if old.n_images == job.n_images == 0 and (job.draft is not None or len(queries.blobs(c, id)) == 1):
                 self.drop(c, id, "contained", dropped)
-        queries.insert_entry(c, entry, fingerprint, job.key, job.cuts.any)
+        queries.insert_entry(c, entry, fingerprint, job.key, job.cuts.any, job.head)
         if not job.cuts.any:
             queries.insert_cuts(c, entry.id, fingerprint, job.key, job.cuts.counts)
         for blob, part in zip(staged, parts, strict=True):

@@ -47,7 +47,8 @@ class RamCache:
     @property
     def n_bytes(self) -> int:
         """Bytes held, with what is reserved for entries on their way in."""
-        return self._bytes + self._reserved
+        with self._lock:  # between two reads of an unlocked sum an entry could go and a larger one be reserved
+            return self._bytes + self._reserved
 
     def __len__(self) -> int:
         return len(self._held)

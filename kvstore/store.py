@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +35,7 @@ from .records import (
 from .shelf import as_array, cuts_of
 
 ENTRIES_PER_PAGE = 256
+MAX_TIMEOUT = 2_000_000  # seconds; SQLite counts milliseconds in an int
 
 
 def as_tokens(tokens: Any) -> Tokens:
@@ -69,6 +72,14 @@ def _id(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 < value < 1 << 64:
         raise InvalidInputError(f"id {value!r} is no entry id", hint="ids are whole numbers from 1 to 2^64 - 1")
     return int(value)
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _close(engine: Engine, behind: WriteBehind, background: upkeep.Upkeep | None) -> None:
@@ -128,11 +139,16 @@ class Store:
             raise InvalidInputError(f"path is {path!r}", hint='give the path of a file, or ":memory:"')
         if not isinstance(fingerprint, str):
             raise InvalidInputError(f"fingerprint is {type(fingerprint).__name__}, not str")
-        for name, value in (("cache_ram_mib", cache_ram_mib), ("cache_disk_mib", cache_disk_mib), ("min_saved_mib", min_saved_mib)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        if not _is_text(fingerprint):
+            raise InvalidInputError(f"fingerprint {fingerprint!r} is no text", hint="it holds lone surrogates")
+        sizes = {"cache_ram_mib": cache_ram_mib, "cache_disk_mib": cache_disk_mib, "min_saved_mib": min_saved_mib}
+        for name, value in sizes.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise InvalidInputError(f"{name} is {value!r}, not a number of MiB")
         if min_saved_mib < 0:
             raise InvalidInputError(f"min_saved_mib is {min_saved_mib}", hint="give 0 or more")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout <= MAX_TIMEOUT:
+            raise InvalidInputError(f"timeout is {timeout!r}", hint=f"give seconds, from 0 to {MAX_TIMEOUT}")
         created = False
         memory = self.path == db.MEMORY
         if not memory:
@@ -164,7 +180,7 @@ class Store:
                         os.unlink(self.path + suffix)
             raise
         self._engine = engine
-        self._behind = WriteBehind(engine.ram)
+        self._behind = WriteBehind(engine.ram, engine.tally.use)
         self._write_behind = write_behind and not readonly
         self._upkeep: upkeep.Upkeep | None = None
         if not readonly and not memory:
@@ -200,13 +216,14 @@ class Store:
         n_input: int | None = None,
         n_images: int = 0,
         share: bool = True,
+        head: bytes | None = None,
     ) -> Entry:
         """Stores the state of a token sequence; all of it or nothing.
 
         tokens: int32, shape (n,), n > 0. state, draft: anything bytes-like, not empty; not changed, and not kept.
         ttl: seconds until the entry expires, None = never. n_system: tokens of the system block; user_start: where the
         first user turn starts; both decide the family. excerpt: the start of the first user message, for people.
-        share=False stores it whole.
+        share=False stores it whole. head: of the file that the state comes from (`slotfile.head_of`), to write it again.
 
         The same tokens again replace the entry. Normal entries whose tokens begin this one's are removed where this
         one's state can serve them. Raises InvalidInputError, OverBudgetError, DiskFullError, BusyError, ReadOnlyError.
@@ -217,24 +234,13 @@ class Store:
         _choice(source, SOURCES, "source")
         n_system = _whole(n_system, "n_system", 0, len(array))
         user_start = _whole(user_start, "user_start", 0, len(array))
+        if not isinstance(excerpt, str | bytes):
+            raise InvalidInputError(f"excerpt is {type(excerpt).__name__}, not str")
+        ttl = None if ttl is None else _whole(ttl, "ttl", 1, 1 << 40)
+        n_input = len(array) if n_input is None else _whole(n_input, "n_input", 0)
+        n_images = _whole(n_images, "n_images", 0)
         main = as_array(state, "state")
         second = None if draft is None else as_array(draft, "draft")
-        owned = False
-        reserved = 0
-        if self._write_behind:
-            reserved = main.size + (0 if second is None else second.size)
-            owned = self._behind.reserve(reserved)
-            if owned:
-                try:
-                    main, second = main.copy(), None if second is None else second.copy()
-                except BaseException:
-                    self._engine.ram.cancel(reserved)
-                    raise
-                main.flags.writeable = False
-                if second is not None:
-                    second.flags.writeable = False
-            else:
-                self._behind.drain()
         job = Job(
             id=new_id(),
             tokens=array,
@@ -245,21 +251,33 @@ class Store:
             cuts=cuts_of(main, len(array)),
             entry_class=entry_class,
             source=source,
-            ttl=None if ttl is None else _whole(ttl, "ttl", 1, 1 << 40),
+            ttl=ttl,
             family=family(array, n_system, user_start),
             excerpt=meta.clean_excerpt(excerpt),
-            n_input=len(array) if n_input is None else _whole(n_input, "n_input", 0),
-            n_images=_whole(n_images, "n_images", 0),
+            n_input=n_input,
+            n_images=n_images,
             share=share,
         )
-        if not owned:
-            entry = self._engine.put(job)
-            self._wake()
-            return entry
-        return self._put_behind(job, reserved)
+        if self._write_behind and not self._engine.holds(job):
+            if self._behind.reserve(job.size):
+                return self._put_behind(job)
+            self._behind.drain()
+        entry = self._engine.put(job)
+        self._wake()
+        return entry
 
-    def _put_behind(self, job: Job, reserved: int) -> Entry:
-        engine = self._engine
+    def _put_behind(self, job: Job) -> Entry:
+        """Queues a put, with copies of the caller's arrays in room that is reserved for them."""
+        engine, reserved = self._engine, job.size
+        try:
+            main, draft = job.main.copy(), None if job.draft is None else job.draft.copy()
+        except BaseException:
+            engine.ram.cancel(reserved)
+            raise
+        for array in (job.tokens, main, draft):
+            if array is not None:
+                array.flags.writeable = False
+        job = replace(job, main=main, draft=draft)
 
         def store() -> None:
             held = [reserved]
@@ -283,7 +301,7 @@ class Store:
         id = _id(id)
         pending = self._behind.get(id)
         if pending is not None:
-            self._engine.tally.use(id, self._engine.now())
+            pending.uses.append(self._engine.now())
             self._engine.tally.count("hits")
             job = pending.job
             saved: SavedState | None = SavedState(pending.entry, job.tokens, job.main, job.draft)
@@ -356,6 +374,8 @@ class Store:
         self._settle()
         if entry_class is not None:
             _choice(entry_class, CLASSES, "class")
+        if family is not None:
+            family = _whole(family, "family", 0, (1 << 64) - 1)
         return self._entries(family, entry_class)
 
     def _entries(self, family: int | None, entry_class: str | None) -> Iterator[Entry]:
@@ -408,6 +428,12 @@ class Store:
             if entry is None:
                 raise NotFoundError(f"no entry {hex_id(id)}", id=hex_id(id))
             n = entry.n_tokens if n_tokens is None else _whole(n_tokens, "n_tokens", 1, entry.n_tokens)
+            with engine.db.read() as c:
+                theirs = queries.fingerprint_of(c, id)
+            if theirs is not None and theirs != engine.fingerprint:
+                raise InvalidInputError(
+                    f"entry {hex_id(id)} has the fingerprint {theirs!r}", hint="open the store with that fingerprint"
+                )
         else:
             array = as_tokens(tokens)
             n = len(array) if n_tokens is None else _whole(n_tokens, "n_tokens", 1, len(array))
@@ -472,8 +498,8 @@ class Store:
     def flush(self) -> None:
         """Waits until everything that was put is on disk, with the counts of its uses."""
         self._settle()
-        if self._engine.tally and not self._engine.db.readonly:
-            with self._engine.writing():
+        if not self._engine.db.readonly:
+            with self._engine.writing():  # also waits for counts that another thread is writing
                 pass
 
     def close(self) -> None:
@@ -493,8 +519,3 @@ class Store:
     def _wake(self) -> None:
         if self._upkeep is not None:
             self._upkeep.wake()
-
-
-def entry_class(name: str) -> EntryClass:
-    """A class by its name. Raises InvalidInputError."""
-    return cast(EntryClass, _choice(name, CLASSES, "class"))
