@@ -60,7 +60,7 @@ def add_fingerprint(c: Connection, text: str) -> int:
 # -- entries and meta
 
 _ENTRY = """e.id, e.n_tokens, m.n_images, m.class, m.source, m.created_at, m.last_used, m.expires_at, m.ttl, m.hits,
- m.family, m.n_input, m.excerpt, m.parent, m.size, m.stored"""
+ m.family, m.n_input, CAST(m.excerpt AS BLOB), m.parent, m.size, m.stored"""
 _FROM = "FROM entries e JOIN meta m ON m.entry = e.id"
 
 
@@ -78,7 +78,7 @@ def _entry(row: Sequence[Any]) -> Entry:
         hits=row[9],
         family=unsigned(row[10]),
         n_input=row[11],
-        excerpt=row[12],
+        excerpt=row[12].decode("utf-8", "replace"),  # damage may have hit it
         parent=None if row[13] is None else unsigned(row[13]),
         size=row[14],
         stored=row[15],
@@ -114,10 +114,22 @@ def tokens(c: Connection, id: int) -> Tokens | None:
     return None if row is None else np.frombuffer(row[0], dtype="<i4").astype(np.int32)
 
 
-def insert_entry(c: Connection, e: Entry, fingerprint: int, token_bytes: bytes, cut_any: bool) -> None:
+def head(c: Connection, id: int) -> bytes | None:
+    """The header of the file that an entry came in, its tokens cut out; None where it came in no file."""
+    row = c.execute("SELECT head FROM entries WHERE id = ?", (signed(id),)).fetchone()
+    return None if row is None else row[0]
+
+
+def set_head(c: Connection, id: int, head: bytes | None) -> None:
+    c.execute("UPDATE entries SET head = ? WHERE id = ?", (head, signed(id)))
+
+
+def insert_entry(
+    c: Connection, e: Entry, fingerprint: int, token_bytes: bytes, cut_any: bool, head: bytes | None = None
+) -> None:
     c.execute(
-        "INSERT INTO entries(id, fingerprint, cut_any, n_tokens, tokens) VALUES(?,?,?,?,?)",
-        (signed(e.id), fingerprint, int(cut_any), e.n_tokens, token_bytes),
+        "INSERT INTO entries(id, fingerprint, cut_any, n_tokens, tokens, head) VALUES(?,?,?,?,?,?)",
+        (signed(e.id), fingerprint, int(cut_any), e.n_tokens, token_bytes, head),
     )
     c.execute(
         """INSERT INTO meta(entry, class, source, created_at, last_used, expires_at, ttl, hits, family, n_input, n_images,

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from . import bkvd, blobs, layout, prefixes, queries
+from . import bkvd, blobs, prefixes, queries
 from .db import Connection
-from .errors import DeltaError, InvalidInputError, LayoutError
+from .errors import DeltaError, InvalidInputError
 from .hashing import Hasher, digest
 from .lru import Held, RamCache
 from .queries import BlobRow
@@ -51,17 +51,6 @@ class Parent:
     held: Held
 
 
-@dataclass(frozen=True, slots=True)
-class Cuts:
-    """Where a state can be cut: at any token, or at the counts of its checkpoints."""
-
-    any: bool
-    counts: tuple[int, ...]
-
-    def serves(self, n_tokens: int) -> bool:
-        return self.any or n_tokens in self.counts
-
-
 def as_array(data: Any, what: str) -> Bytes:
     """Anything bytes-like as a uint8 array of shape (n,), not copied. Raises InvalidInputError."""
     try:
@@ -75,18 +64,6 @@ def as_array(data: Any, what: str) -> Bytes:
     if view.nbytes == 0:
         raise InvalidInputError(f"{what} is empty", hint="a state that the engine could not save is not worth keeping")
     return np.frombuffer(view.cast("B") if view.ndim != 1 or view.format != "B" else view, np.uint8)
-
-
-def cuts_of(main: Bytes, n_tokens: int) -> Cuts:
-    """Where the engine could go on from inside this state; nowhere, where its layout is not understood."""
-    try:
-        found = layout.parse(main)
-    except LayoutError:
-        return Cuts(False, ())
-    if found.can_crop:
-        return Cuts(True, ())
-    counts = {c.n_tokens for c in found.checkpoints or () if 0 < c.n_tokens < n_tokens}
-    return Cuts(False, tuple(sorted(n for n in counts if found.crop_limit(n) == n)))
 
 
 class Shelf:
