@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 
-from . import layout, policy, prefixes, queries
+from . import layout, policy, prefixes, queries, slotfile
 from .db import Connection
 from .engine import Engine, Job, new_id
 from .errors import InvalidInputError, LayoutError, NotFoundError
 from .hashing import digest
+from .layout_cells import as_bytes
 from .records import Bytes, Entry, EntryClass, Source, Tokens, hex_id
 from .shelf import Damaged, Parent, cuts_of
 
@@ -49,6 +50,12 @@ def learn(engine: Engine, id: int, n_tokens: int, entry_class: EntryClass, sourc
                 draft = cut(draft, n_tokens)
             except LayoutError:
                 draft = None  # the prefix then speeds up the main model alone
+    with engine.db.read() as c:
+        head = queries.head(c, id)
+    if head is not None and n_tokens < saved.entry.n_tokens:
+        found = slotfile.read_head(as_bytes(head))
+        media = [m for m in found.media if m.start < n_tokens]
+        head = slotfile.head_bytes(found.kind, found.version, (), found.packed, media)
     digests = {"main": digest(main)} | ({} if draft is None else {"draft": digest(draft)})
     learned = engine.put(
         Job(
@@ -67,6 +74,7 @@ def learn(engine: Engine, id: int, n_tokens: int, entry_class: EntryClass, sourc
             n_input=n_tokens,
             n_images=0,
             share=False,
+            head=head,
         )
     )
     adopt(engine, learned)

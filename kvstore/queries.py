@@ -75,7 +75,7 @@ def _entry(row: Sequence[Any]) -> Entry:
         last_used=row[6],
         expires_at=row[7],
         ttl=row[8],
-        hits=row[9],
+        hits=unsigned(row[9]),
         family=unsigned(row[10]),
         n_input=row[11],
         excerpt=row[12].decode("utf-8", "replace"),  # damage may have hit it
@@ -135,7 +135,7 @@ def insert_entry(
         """INSERT INTO meta(entry, class, source, created_at, last_used, expires_at, ttl, hits, family, n_input, n_images,
  size, stored, parent, excerpt, use_order) VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)""",
         (
-            signed(e.id), e.entry_class, e.source, e.created_at, e.last_used, e.expires_at, e.ttl, e.hits,
+            signed(e.id), e.entry_class, e.source, e.created_at, e.last_used, e.expires_at, e.ttl, signed(e.hits),
             signed(e.family), e.n_input, e.n_images, e.size, e.stored,
             None if e.parent is None else signed(e.parent), e.excerpt, next_use(c),
         ),
@@ -154,8 +154,8 @@ def update_meta(c: Connection, e: Entry) -> None:
         """UPDATE meta SET class=?, source=?, created_at=?, last_used=?, expires_at=?, ttl=?, hits=?, family=?, n_input=?,
  n_images=?, size=?, stored=?, parent=?, excerpt=? WHERE entry=?""",
         (
-            e.entry_class, e.source, e.created_at, e.last_used, e.expires_at, e.ttl, e.hits, signed(e.family), e.n_input,
-            e.n_images, e.size, e.stored, None if e.parent is None else signed(e.parent), e.excerpt, signed(e.id),
+            e.entry_class, e.source, e.created_at, e.last_used, e.expires_at, e.ttl, signed(e.hits), signed(e.family),
+            e.n_input, e.n_images, e.size, e.stored, None if e.parent is None else signed(e.parent), e.excerpt, signed(e.id),
         ),
     )  # fmt: skip
 
@@ -212,7 +212,9 @@ def has_children(c: Connection, id: int) -> bool:
 def touch(c: Connection, id: int, hits: int, used: int) -> None:
     """Counts uses of an entry; its parent counts as used with it, and stands behind it in the order of eviction."""
     c.execute(
-        "UPDATE meta SET hits = hits + ?, last_used = max(last_used, ?), use_order = ? WHERE entry = ?",
+        # At 2^63 - 1 the count stays: one more would be no integer to SQLite.
+        """UPDATE meta SET hits = CASE WHEN hits > 9223372036854775807 - ?1 THEN hits ELSE hits + ?1 END,
+ last_used = max(last_used, ?2), use_order = ?3 WHERE entry = ?4""",
         (hits, used, next_use(c), signed(id)),
     )
     c.execute(

@@ -28,7 +28,8 @@ CREATE TABLE entries(
   fingerprint INTEGER NOT NULL REFERENCES fingerprints(id),
   cut_any     INTEGER NOT NULL CHECK(cut_any IN (0, 1)),   -- 1: the state can be cut at any token
   n_tokens    INTEGER NOT NULL CHECK(n_tokens > 0),
-  tokens      BLOB NOT NULL CHECK(length(tokens) = 4 * n_tokens)
+  tokens      BLOB NOT NULL CHECK(length(tokens) = 4 * n_tokens),
+  head        BLOB                                         -- of the file it came in, tokens cut out; NULL: in no file
 ) STRICT;
 CREATE INDEX entries_by_tokens ON entries(fingerprint, cut_any, tokens);
 
@@ -53,7 +54,7 @@ CREATE TABLE meta(
   use_order  INTEGER NOT NULL DEFAULT 0,               -- grows with each use: the order of eviction, whatever the clock does
   expires_at INTEGER,                                  -- NULL: never
   ttl        INTEGER CHECK(ttl > 0),                   -- NULL: none
-  hits       INTEGER NOT NULL DEFAULT 0 CHECK(hits >= 0),
+  hits       INTEGER NOT NULL DEFAULT 0,               -- u64, held as the ids are
   family     INTEGER NOT NULL,                         -- u64: entries that share a system block
   n_input    INTEGER NOT NULL,                         -- input tokens of the request that made it
   n_images   INTEGER NOT NULL DEFAULT 0 CHECK(n_images >= 0),

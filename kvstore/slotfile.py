@@ -189,6 +189,19 @@ def _head_of(file: SlotFile) -> bytes:
     return head_bytes(file.kind, file.version, file.tokens, file.packed, file.media, file.padding)
 
 
+def head_of(file: SlotFile) -> bytes:
+    """The header of the file with its tokens cut out: what a store keeps to write the same file again."""
+    return head_bytes(file.kind, file.version, (), file.packed, file.media, file.padding)
+
+
+def with_head(head: Blob | None, tokens: Any, state: Any) -> SlotFile:
+    """The file of a header that `head_of` gave; None: a slot file of version 2 with a plain list of tokens."""
+    if head is None:
+        return SlotFile(tokens, state)
+    found = read_head(as_bytes(head))
+    return SlotFile(tokens, state, found.version, found.packed, found.media, found.kind, found.padding)
+
+
 def to_bytes(file: SlotFile) -> bytes:
     """The file's bytes: those it was read from. Raises SlotFileError where the values cannot be written."""
     return b"".join((_head_of(file), as_bytes(file.state).data))

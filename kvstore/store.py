@@ -257,6 +257,7 @@ class Store:
             n_input=n_input,
             n_images=n_images,
             share=share,
+            head=None if head is None else bytes(head),
         )
         if self._write_behind and not self._engine.holds(job):
             if self._behind.reserve(job.size):
