@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import apsw
 
+from . import header
 from .errors import (
     BusyError,
     ClosedError,
@@ -24,16 +25,19 @@ from .errors import (
     ForkedError,
     InvalidInputError,
     KVStoreError,
+    NewerStoreError,
     NotAStoreError,
     ReadOnlyError,
     StoreIOError,
     UnsafeFilesystemError,
     WrongKeyError,
 )
+from .header import EMPTY, Header
 
 Connection: TypeAlias = apsw.Connection
 MEMORY = ":memory:"
 APPLICATION_ID = 0x4B565356
+SCHEMA_VERSION = 2
 
 # The largest page: put of 256 MiB took 0.35 s with pages of 64 KiB, 0.43 with 32, 0.47 with 16 and 0.85 with 4 (plain
 # file with fsync beside it: 0.15 to 0.17 s). It also keeps the token keys of the prefix index (up to 16 KiB) inside a
@@ -194,6 +198,8 @@ class Database:
         self._checkpointer: Connection | None = None
         self._closed = False
         self._synchronous = ""
+        if not self.memory and key is None:
+            refuse(path, peek(path))
         self._writer = self._connect(writable=not readonly)
 
     def _connect(self, writable: bool) -> Connection:
@@ -322,8 +328,11 @@ class Database:
             self.check()
             yield self._writer
 
-    def checkpoint(self, *, truncate: bool = False) -> bool:
-        """Copies the log into the file; True where all of it was. truncate: also waits for readers and empties the log."""
+    def checkpoint(self, *, truncate: bool = False, wait: bool = True) -> bool:
+        """Copies the log into the file; True where all of it was.
+
+        truncate also empties the log, and waits for readers of older states of the file, if it may.
+        """
         if self.memory or self.readonly:
             return True
         self.check()
@@ -333,9 +342,13 @@ class Database:
                 self._checkpointer = self._connect(writable=True)
             mode = apsw.SQLITE_CHECKPOINT_TRUNCATE if truncate else apsw.SQLITE_CHECKPOINT_PASSIVE
             try:
+                if not wait:
+                    self._checkpointer.set_busy_timeout(0)
                 in_log, done = self._checkpointer.wal_checkpoint(mode=mode)
             except (apsw.BusyError, apsw.LockedError):
                 return False
+            finally:
+                self._checkpointer.set_busy_timeout(int(self.timeout * 1000))
             return bool(in_log == done)
 
     @contextmanager
@@ -370,6 +383,22 @@ class Database:
                 return int(connection.pragma("page_count")) * int(connection.pragma("page_size"))
         return os.stat(self.path).st_size + self.wal_bytes()
 
+    def sibling(self, path: str) -> Database:
+        """Another file, opened for writing as this one is: with the same key and timeout."""
+        return Database(path, timeout=self.timeout, key=self._key)
+
+    def reopen(self) -> None:
+        """Connects anew, after another file took the name of this one; not while other threads use it."""
+        self.check()
+        with self._lock, self._checkpoint_lock, self._pool_lock, translated(self.path):
+            idle, self._idle = self._idle, []
+            for connection in (*idle, self._checkpointer, self._writer):
+                if connection is not None:
+                    connection.close(True)
+            self._checkpointer = None
+            self._synchronous = ""
+            self._writer = self._connect(writable=not self.readonly)
+
     def close(self) -> None:
         """Closes every connection; safe to call twice, and after a fork (then it leaves SQLite alone)."""
         with self._pool_lock:
@@ -383,6 +412,42 @@ class Database:
             for connection in (*idle, self._checkpointer, self._writer):
                 if connection is not None:
                     connection.close(True)
+
+
+def peek(path: str) -> Header | None:
+    """What the file says it is; None where it is no plain SQLite database.
+
+    Takes no lock and leaves nothing beside it: an ordinary connection would make a log for a file of another program, or
+    copy a log into it that its program left. (Closing a plain file descriptor would drop the locks of our connections.)
+    """
+    logged = header.in_log(path + "-wal")
+    if logged is not None:
+        return logged
+    flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+    try:
+        c = apsw.Connection(Path(path).resolve().as_uri() + "?immutable=1", flags=flags)
+        try:
+            return Header(application_id(c), user_version(c), is_empty(c))
+        finally:
+            c.close(True)
+    except apsw.Error:
+        return None  # the real open says what is wrong
+
+
+def refuse(path: str, found: Header | None) -> None:
+    """Raises NotAStoreError for another program's file, NewerStoreError for one of a newer kvstore."""
+    if found is None or found == EMPTY:
+        return
+    if found.application_id != APPLICATION_ID or found.user_version < 1:
+        raise NotAStoreError(
+            f"{path} is an SQLite database of another program", path=path, application_id=found.application_id
+        )
+    if found.user_version > SCHEMA_VERSION:
+        raise NewerStoreError(
+            f"{path} has schema version {found.user_version}, this kvstore reads up to {SCHEMA_VERSION}",
+            path=path,
+            version=found.user_version,
+        )
 
 
 def apply_key(connection: Connection, key: str, path: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from . import blobs, policy, prefixes, queries, tally, upgrade
 from .db import Connection, Database
-from .errors import CorruptStoreError, KVStoreError, NotFoundError
+from .errors import BusyError, CorruptStoreError, KVStoreError, NotFoundError
 from .lru import RamCache
 from .records import Bytes, Entry, EntryClass, SavedState, Source, Tokens, hex_id
 from .shelf import Cuts, Damaged, Parent, Part, Shelf
@@ -23,6 +23,10 @@ from .tally import Tally
 log = logging.getLogger("kvstore")
 # A put larger than this checkpoints each time it has written so much: its log stays smaller than it.
 LOG_BYTES = 512 << 20
+TRIES = 8  # of a put whose parent or staged blob another process removes
+# Why an entry may go: what someone asked for is no eviction, and what a newer entry serves is no loss.
+ASKED = ("deleted", "taken")
+QUIET = (*ASKED, "contained", "replaced")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,8 +167,9 @@ class Engine:
         """Counts, logs and forgets what a committed transaction dropped."""
         for entry, why in dropped:
             self.ram.discard(entry.id)
-            self.tally.count(f"evicted_{why.split(':')[0]}")
-            level = logging.INFO if why in ("contained", "replaced", "deleted", "taken") else logging.WARNING
+            if why not in ASKED:
+                self.tally.count(f"evicted_{why.split(':')[0]}")
+            level = logging.INFO if why in QUIET else logging.WARNING
             log.log(level, "dropped entry %s (%d tokens): %s", entry.hex_id, entry.n_tokens, why)
 
     def drop(self, c: Connection, id: int, why: str, dropped: list[tuple[Entry, str]]) -> None:
@@ -172,7 +177,7 @@ class Engine:
         for child in queries.children(c, id):
             entry = queries.entry(c, child, None)
             if entry is not None:
-                dropped.append((entry, why if why in ("deleted", "damaged") else "parent_gone"))
+                dropped.append((entry, why if why in ASKED else "parent_gone"))
         entry = queries.entry(c, id, None)
         if entry is not None:
             dropped.append((entry, why))
@@ -191,16 +196,14 @@ class Engine:
             with self.db.write() as c:
                 n = blobs.reclaim(c)
             log.info("reclaimed the space of %d states that were cut off while being written", n)
-        dropped: list[tuple[Entry, str]] = []
-        self.space.shrink_to_budget(lambda c, id, why: self.drop(c, id, why, dropped))
-        self._dropped(dropped)
+        self.space.shrink_to_budget(self.writing, self.evictor)
 
     # -- put
 
     def put(self, job: Job, *, owned: bool = False, release: Callable[[], None] | None = None) -> Entry:
         """Stores a job. `owned` arrays may be kept; `release` is called just before the RAM layer takes them."""
         started = time.perf_counter()
-        while True:
+        for _ in range(TRIES):
             with self.db.read() as c:
                 fingerprint = self.fingerprint_id(c)
                 parent = None
@@ -224,6 +227,8 @@ class Engine:
             except _Lost:
                 continue
             break
+        else:
+            raise BusyError(f"{self.db.path}: other processes removed what this put relied on, {TRIES} times", path=self.db.path)
         self.last_put = time.monotonic()
         if release is not None:
             release()
@@ -239,8 +244,6 @@ class Engine:
                 entry.hex_id, entry.n_tokens, parent.n_tokens, hex_id(parent.id), entry.stored / policy.MIB,
                 entry.size / policy.MIB, time.perf_counter() - started,
             )  # fmt: skip
-        if self.space.limited:
-            self.space.before()
         return entry
 
     def holds(self, job: Job) -> bool:
@@ -259,12 +262,13 @@ class Engine:
     def _refresh(self, same: Entry, job: Job) -> Entry | None:
         """Puts an entry again that is there already: only its meta changes. None where it went meanwhile."""
         now = self.now()
-        with self.writing() as (c, _):
+        with self.writing() as (c, dropped):
             found = queries.entry(c, same.id, None)
             if found is None:
                 return None
             entry_class, source = policy.merged_class((found.entry_class, found.source), (job.entry_class, job.source))
             if entry_class == "learned" and found.parent is not None:
+                self.space.make_room(c, found.size, found.size, found.parent, self.evictor(dropped))
                 found = self.make_whole(c, found)
             entry = dataclasses.replace(
                 job.entry(now, found.stored, found.parent),
@@ -420,13 +424,17 @@ class Engine:
         return self.with_uses(entry)
 
     def _drop_quietly(self, id: int, why: str) -> None:
-        """Drops what cannot be served, where the file can be written now."""
+        """Drops what cannot be served, where the file can be written now.
+
+        An expired prefix stays, unserved, for as long as live entries are stored against it.
+        """
         if self.db.readonly:
             log.warning("entry %s: %s (the store is read-only, so it stays)", hex_id(id), why)
             return
         try:
             with self.writing() as (c, dropped):
-                self.drop(c, id, why, dropped)
+                if why != "expired" or not queries.has_live_children(c, id, self.now()):
+                    self.drop(c, id, why, dropped)
         except KVStoreError as error:
             log.warning("entry %s: %s; it could not be dropped: %s", hex_id(id), why, error)
 

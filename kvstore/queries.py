@@ -339,8 +339,15 @@ def staged(c: Connection) -> list[tuple[int, str]]:
 
 
 def expired(c: Connection, now: int, limit: int) -> list[int]:
-    sql = "SELECT entry FROM meta WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
+    """Expired entries, the longest first; a prefix that live entries are stored against is not among them."""
+    sql = """SELECT entry FROM meta m WHERE expires_at <= ?1 AND NOT EXISTS (
+ SELECT 1 FROM meta k WHERE k.parent = m.entry AND (k.expires_at IS NULL OR k.expires_at > ?1)) ORDER BY expires_at LIMIT ?2"""
     return [unsigned(r[0]) for r in c.execute(sql, (now, limit))]
+
+
+def has_live_children(c: Connection, id: int, now: int) -> bool:
+    sql = "SELECT 1 FROM meta WHERE parent = ? AND (expires_at IS NULL OR expires_at > ?) LIMIT 1"
+    return c.execute(sql, (signed(id), now)).fetchone() is not None
 
 
 def least_recently_used(c: Connection, spare: int | None) -> int | None:

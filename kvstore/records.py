@@ -156,6 +156,7 @@ class Stats:
     ram_entries: int
     hits: int  # counters from here
     misses: int
+    unmatched: int  # calls of match that found nothing
     tokens_served: int
     puts: int
     shared_puts: int

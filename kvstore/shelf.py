@@ -14,6 +14,8 @@ from .db import Connection
 from .errors import DeltaError, InvalidInputError
 from .hashing import Hasher, digest
 from .lru import Held, RamCache
+from .policy import Cuts as Cuts
+from .policy import cuts_of as cuts_of
 from .queries import BlobRow
 from .records import Bytes, Entry
 
@@ -63,7 +65,7 @@ def as_array(data: Any, what: str) -> Bytes:
         raise InvalidInputError(f"{what} is not contiguous", hint="give a contiguous copy of it")
     if view.nbytes == 0:
         raise InvalidInputError(f"{what} is empty", hint="a state that the engine could not save is not worth keeping")
-    return np.frombuffer(view.cast("B") if view.ndim != 1 or view.format != "B" else view, np.uint8)
+    return np.frombuffer(view, np.uint8)
 
 
 class Shelf:
@@ -97,7 +99,7 @@ class Shelf:
         parent = None
         if entry.parent is not None:
             parent = self.held(c, entry.parent)[1]
-        held, fresh = self._held(c, entry.id, entry.parent, rows)
+        held, fresh = self._held(c, entry.id, entry.parent, rows, self.verify)
         states: dict[str, Bytes] = {}
         for row in rows:
             stored = held.main if row.part == "main" else held.draft
@@ -144,12 +146,12 @@ class Shelf:
         rows = queries.blobs(c, id)
         if not rows:
             raise Damaged(id, "it has no state")
-        return tuple(row.id for row in rows), self._held(c, id, None, rows)[0]
+        return tuple(row.id for row in rows), self._held(c, id, None, rows, False)[0]
 
     def _held(
-        self, c: Connection, id: int, parent: int | None, rows: list[BlobRow]
+        self, c: Connection, id: int, parent: int | None, rows: list[BlobRow], digests_too: bool
     ) -> tuple[Held, dict[str, bytes]]:
-        """The stored form of an entry, and the digests computed while it was read from disk."""
+        """The stored form of an entry, and the digests computed while large whole states were read from disk."""
         if not any(row.part == "main" for row in rows):
             raise Damaged(id, "it has no main state")
         version = tuple(row.id for row in rows)
@@ -162,7 +164,7 @@ class Shelf:
         digests: dict[str, bytes] = {}
         try:
             for row in rows:
-                hasher = Hasher() if self.verify and row.kind == "full" and row.stored >= PARALLEL_DIGEST_BYTES else None
+                hasher = Hasher() if digests_too and row.kind == "full" and row.stored >= PARALLEL_DIGEST_BYTES else None
                 try:
                     parts[row.part] = blobs.read(c, row, hasher=hasher)
                 finally:

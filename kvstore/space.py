@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 from . import policy, queries
 from .db import Connection, Database
 from .errors import OverBudgetError
+from .records import Entry
 
 # Pages that a transaction writes beside its chunks: the b-trees of entries, meta, blobs and totals, and the free list.
 OVERHEAD_PAGES = 24
 PAGES_EVICTED = 4  # and what dropping one entry adds to them
-Evict = Callable[[Connection, int, str], None]
+Evict: TypeAlias = Callable[[Connection, int, str], None]
+Dropped: TypeAlias = list[tuple[Entry, str]]
+Writing: TypeAlias = Callable[[], AbstractContextManager[tuple[Connection, Dropped]]]
 
 
 class Space:
@@ -59,13 +64,14 @@ class Space:
         wal = self.database.wal_bytes()
         return policy.missing(self.budget, page_size, pages, free, wal, need_bytes, log_bytes, overhead)
 
-    def shrink_to_budget(self, evict: Evict) -> None:
+    def shrink_to_budget(self, writing: Writing, evictor: Callable[[Dropped], Evict]) -> None:
         """After an open with a smaller budget: evicts and gives the pages back."""
         if not self.limited or self.database.file_bytes() <= self.budget:
             return
         self.database.checkpoint(truncate=True)
         while True:
-            with self.database.write() as c:
+            with writing() as (c, dropped):
+                evict = evictor(dropped)
                 page_size, pages, free = queries.pages(c)
                 while (pages - free) * page_size > self.budget:
                     victim = queries.least_recently_used(c, None)
@@ -83,7 +89,7 @@ class Space:
         with self.database.write(durable=False, wait=False) as c:
             queries.incremental_vacuum(c, n_pages)
             free = queries.pages(c)[2]
-        self.database.checkpoint(truncate=True)
+        self.database.checkpoint(truncate=True, wait=False)
         return free
 
     def give_back_all(self) -> None:

@@ -356,7 +356,7 @@ class Store:
             if n > (0 if best is None else best.n_common):
                 best = Match(pending.entry, n)
         if best is None:
-            engine.tally.count("match_misses")
+            engine.tally.count("unmatched")
         return best
 
     # -- entries as rows
@@ -470,7 +470,8 @@ class Store:
             ram_bytes=engine.ram.n_bytes,
             ram_entries=len(engine.ram),
             hits=counts.get("hits", 0),
-            misses=counts.get("misses", 0) + counts.get("match_misses", 0),
+            misses=counts.get("misses", 0),
+            unmatched=counts.get("unmatched", 0),
             tokens_served=counts.get("tokens_served", 0),
             puts=counts.get("puts", 0),
             shared_puts=counts.get("shared_puts", 0),

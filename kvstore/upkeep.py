@@ -76,8 +76,9 @@ class Upkeep:
             del engine
 
     def _tick(self, engine: Engine) -> None:
+        quiet = time.monotonic() - engine.last_put > QUIET_SECONDS
         if engine.db.wal_bytes():
-            engine.db.checkpoint()
+            engine.db.checkpoint(truncate=quiet, wait=False)
         if engine.tally:
             with engine.writing(durable=False, wait=False):
                 pass
@@ -88,7 +89,7 @@ class Upkeep:
             pass
         if self._learn is not None:
             self._learn()
-        if time.monotonic() - engine.last_put > QUIET_SECONDS:
+        if quiet:
             with engine.db.read() as c:
                 free = queries.pages(c)[2]
             while free and not self._stop.is_set():
