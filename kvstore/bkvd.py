@@ -9,10 +9,11 @@ Version 1, little-endian, packed:
 The ops rebuild the state in order. The parent hash is FNV-1a (64 bit, start 1469598103934665603) over the first, then
 the last min(size, 1 MiB) bytes, XOR size: enough to tell a parent that was replaced, and cheap beside the copying.
 
-What becomes a COPY (so that two encoders give the same bytes): cells of parent and child are paired by position and extra
-position bytes, stream by stream; section by section, row by row, cell by cell in the child's order, a cell whose bytes
-equal those of its pair is shared; spans that follow each other on both sides are one COPY; the rest is LITERAL, one op a
-run. With `content=True`, literal runs of 4 KiB and more are also searched for runs of 4 KiB that the parent holds anywhere.
+What becomes a COPY (fixed, so that two encoders give the same bytes): cells of parent and child are paired by position
+and extra position bytes, stream by stream; section by section, row by row, cell by cell in the child's order, a cell
+whose bytes equal those of its pair is shared; spans that follow each other on both sides are one COPY; the rest is
+LITERAL, one op a run. With `content=True` literal runs of 4 KiB and more are also searched for equal runs of 4 KiB and
+more anywhere in the parent.
 
 `encode` refuses (None), since the state is then better stored whole:
     either state is empty, or not understood        there are no cells to pair
@@ -21,7 +22,7 @@ run. With `content=True`, literal runs of 4 KiB and more are also searched for r
     less than min_saved is shared, or the delta is not smaller by min_saved      reading two entries would not pay
 `decode` refuses (DeltaError), in this order:
     not a shared state               no full header, other magic or version
-    its prefix is not in the cache   no parent, or its id, size or hash is not the header's: copies would be of other bytes
+    its prefix is not in the cache   no parent, or one of another id, size or hash: copies would be of other bytes
     truncated                        an op, or its first argument, is not there
     truncated literal                fewer bytes follow than the literal has
     copy out of range                no length follows, or the bytes are not all in the parent
@@ -37,15 +38,16 @@ from __future__ import annotations
 import mmap
 import struct
 import sys
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore import layout
-from kvstore._native import ffi, lib
-from kvstore.errors import DeltaError, InvalidInputError, LayoutError
-from kvstore.records import Bytes, Delta, Section, Stream
+from . import layout
+from ._native import ffi, lib
+from .errors import DeltaError, InvalidInputError, LayoutError
+from .records import Bytes, Delta, Section, Stream
 
 MAGIC = 0x44564B42
 VERSION = 1
@@ -102,15 +104,15 @@ def encode(
     """The delta of `child` against `parent`, or None where it is refused (see the module's text).
 
     `cell_ext` is the number of extra position bytes a cell, None = detect. `content` also searches by content.
-    `parent_hash` is `sample_hash(parent)` where the caller has it. InvalidInputError: not bytes-like, not contiguous, or
-    a number out of range.
+    `parent_hash` is `sample_hash(parent)` where the caller has it. InvalidInputError: an input that is not bytes-like
+    or not contiguous, or a number out of range.
     """
     child, parent = _bytes(child, "child"), _bytes(parent, "parent")
     id_, saved = _u64(parent_id, "parent_id"), _index(min_saved, "min_saved")
     if saved < 0:
         raise InvalidInputError(f"min_saved is {saved}, below 0")
     limit = child.size - saved
-    if not child.size or not parent.size or limit < _HEADER.size or int.from_bytes(child[:4].tobytes(), "little") == MAGIC:
+    if not child.size or not parent.size or limit < _HEADER.size or child[:4].tobytes() == b"BKVD":
         return None
     try:
         ours, theirs = layout.parse(child, cell_ext), layout.parse(parent, cell_ext)
@@ -125,13 +127,11 @@ def encode(
     if encoded is None or encoded.shared < saved:
         return None
     hash_ = sample_hash(parent) if parent_hash is None else _u64(parent_hash, "parent_hash")
-    _HEADER.pack_into(encoded.data, 0, MAGIC, VERSION, id_, parent.size, hash_, child.size, encoded.n_ops)
+    _HEADER.pack_into(memoryview(encoded.data), 0, MAGIC, VERSION, id_, parent.size, hash_, child.size, encoded.n_ops)
     return encoded
 
 
-def decode(
-    delta: Any, parent: Any, parent_id: int, out: Any = None, *, parent_hash: int | None = None
-) -> Bytes:
+def decode(delta: Any, parent: Any, parent_id: int, out: Any = None, *, parent_hash: int | None = None) -> Bytes:
     """The state that `delta` encodes, as uint8, shape (size,): a new array, or `out` (writable, of exactly that size).
 
     `parent` may be None where there is none; `parent_hash` is `sample_hash(parent)` where the caller has it.
@@ -211,11 +211,11 @@ def _header(data: Bytes) -> tuple[int, int, int, int] | None:
     """Parent id, parent size, parent hash and size; None where `data` is no delta."""
     if data.size < _HEADER.size:
         return None
-    magic, version, *fields, _ = _HEADER.unpack_from(data)
+    magic, version, *fields, _ = _HEADER.unpack_from(memoryview(data))
     return (fields[0], fields[1], fields[2], fields[3]) if (magic, version) == (MAGIC, VERSION) else None
 
 
-def _pairs(ours: list[Stream], theirs: list[Stream]) -> tuple[list[tuple[int, ...]], Run]:
+def _pairs(ours: Sequence[Stream], theirs: Sequence[Stream]) -> tuple[list[tuple[int, ...]], Run]:
     """The sections that both sides have, as kv_section's fields, and the runs of cells they refer to, shape (n, 3)."""
     sections: list[tuple[int, ...]] = []
     runs = [np.empty((0, 3), np.uint64)]
@@ -239,7 +239,7 @@ def _section(a: Section, b: Section, n_child: int, n_parent: int, first_run: int
 
 
 def _runs(child: Stream, parent: Stream) -> Run:
-    """Cells of equal key, as runs (child cell, parent cell, number) that are consecutive on both sides. uint64 (n, 3)."""
+    """Cells of equal key, as runs consecutive on both sides: child cell, parent cell, number of cells. uint64 (n, 3)."""
     none = np.empty((0, 3), np.uint64)
     n, ext = child.n_cells, child.ext.shape[1]
     if n == 0 or parent.n_cells == 0 or ext != parent.ext.shape[1]:
@@ -317,10 +317,10 @@ def _encode(
         table = ffi.new("kv_section[]", sections)
         e.child, e.child_size, e.parent, e.parent_size = c, child.size, p, parent.size
         e.sections, e.n_sections, e.runs, e.n_runs, e.limit = table, len(sections), r, len(runs), limit
-        if content and (scratch_size := int(lib.kv_index_size(parent.size))):
-            scratch = np.empty(-(-scratch_size // 8), np.uint64)
-            index = ffi.new("kv_index *")
-            index.scratch, index.scratch_size = ffi.from_buffer(scratch), scratch_size
+        index = ffi.new("kv_index *")
+        if content and (n := int(lib.kv_plan(index, parent.size, child.size - _shareable(sections, runs)))):
+            slots = np.empty(n // 4, np.uint32)
+            index.slots = ffi.from_buffer("uint32_t[]", slots)
             e.index = index
         while True:
             with ffi.from_buffer("uint8_t[]", out.buffer(), require_writable=True) as o:

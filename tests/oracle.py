@@ -1,4 +1,4 @@
-"""The slow BKVD codec, in plain Python: what the fast one is compared with. It follows the format's text, cell by cell."""
+"""The slow BKVD codec, in plain Python, what the fast one is compared with: the format's text, cell by cell."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def encode(
 
 
 def ops(delta: bytes) -> Iterator[tuple[int, int, int]]:
-    """(code, where, length) of each op of a valid delta; `where` is in the parent for COPY, in the delta for LITERAL."""
+    """(code, where, length) of each op of a valid delta; `where` is in the parent for COPY, else in the delta."""
     at = HEADER.size
     for _ in range(HEADER.unpack_from(delta)[6]):
         code, arg = struct.unpack_from("<BQ", delta, at)

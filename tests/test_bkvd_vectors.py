@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.errors import DeltaError
 from kvstore import bkvd
+from kvstore.errors import DeltaError
 
 HERE = Path(__file__).parent / "data" / "vectors"
 VECTORS = json.loads((HERE / "vectors.json").read_text())

@@ -26,7 +26,7 @@ def compile_args() -> list[str]:
     if sys.platform == "win32":
         return ["/O2"]
     if os.environ.get("KVSTORE_SANITIZE") == "1":
-        return ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+        return ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
     return ["-O3", "-std=c99", "-Wall", "-Wextra", "-Wno-missing-field-initializers"]
 
 

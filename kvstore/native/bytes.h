@@ -25,6 +25,21 @@ KV_INLINE uint64_t load64(const uint8_t *p)
     return x;
 }
 
+/* The place of the lowest bit that is set; x is not 0. */
+KV_INLINE unsigned lowest_bit(uint64_t x)
+{
+#if defined(__GNUC__)
+    return (unsigned)__builtin_ctzll(x);
+#else
+    unsigned n = 0;
+    for (; !(x & 0xff); x >>= 8)
+        n += 8;
+    for (; !(x & 1); x >>= 1)
+        n++;
+    return n;
+#endif
+}
+
 /* The number of leading bytes that are equal. */
 KV_INLINE uint64_t equal_bytes(const uint8_t *a, const uint8_t *b, uint64_t n)
 {

@@ -216,7 +216,7 @@ int kv_encode(kv_encoder *e)
                 e->span_child = e->child_size;
                 e->span_n = 0;
             }
-            e->budget = (UINT64_C(1) << 20) + 16 * (e->span_child - e->gap);
+            e->budget = (UINT64_C(1) << 20) + 64 * (e->span_child - e->gap);
         }
         if (e->index && e->searching) {
             if (e->span_child - e->gap >= KV_MIN_RUN && kv_search(e, e->gap, e->span_child))

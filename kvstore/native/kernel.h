@@ -19,7 +19,7 @@ enum {
     KV_SIZE_MISMATCH = 8
 };
 
-enum { KV_HEADER = 44, KV_MIN_RUN = 4096, KV_PATTERNS = 64 };
+enum { KV_HEADER = 44, KV_MIN_RUN = 4096, KV_PATTERNS = 64, KV_RECENT = 32 };
 
 /* Cells child .. child + cells stand at parent .. parent + cells in the parent's stream. */
 typedef struct {
@@ -39,16 +39,20 @@ typedef struct {
     uint64_t pattern, start, size;
 } kv_pattern;
 
-/* Samples of the parent, for the search by content. Zero it, set `scratch` and `scratch_size`. */
+/* Equal bytes: child[start, start + size), and the same `offset` further on in the parent. */
 typedef struct {
-    void *scratch;
-    uint64_t scratch_size;
-    int built;
-    uint64_t stride, n_samples, n_slots, n_words;
-    uint32_t index_mask;
+    uint64_t offset, start, size;
+} kv_short_run;
+
+/* Samples of the parent, for the search by content. Zero it, call kv_plan, set `slots`. */
+typedef struct {
     uint32_t *slots;
-    uint64_t *filter;
+    uint64_t n_slots, n_samples, stride;
+    uint32_t index_mask;
+    int built;
+    unsigned n_recent;
     kv_pattern patterns[KV_PATTERNS];
+    kv_short_run recent[KV_RECENT];
 } kv_index;
 
 /* One encoding. Zero it, set the first block; set `out` and `out_room` before each call. */
@@ -86,8 +90,9 @@ uint64_t kv_sample_hash(const uint8_t *p, uint64_t n);
  * KV_MORE: the output is full; nothing is lost, go on with a larger one that holds the same bytes. */
 int kv_encode(kv_encoder *e);
 
-/* The scratch an index of this parent wants, at most 1 % of it from 8 MiB on; 0: it cannot be searched. */
-uint64_t kv_index_size(uint64_t parent_size);
+/* Plans an index of this parent, for a child of which at least `literal` bytes will be searched. Gives the bytes that
+ * `slots` must have, at most 1 % of the parent from 8 MiB on; 0: it cannot be searched. */
+uint64_t kv_plan(kv_index *index, uint64_t parent_size, uint64_t literal);
 
 /* Checks every op and adds up the output's size, saturating. Writes nothing else. */
 int kv_check(const uint8_t *delta, uint64_t n, uint64_t parent_size, uint64_t *out_size);
