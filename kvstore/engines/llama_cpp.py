@@ -1,0 +1,401 @@
+"""llama-cpp-python: a cache for `Llama.set_cache`, and states saved and restored sequence by sequence.
+
+    with KVStoreCache.open("cache.db", llm) as cache:
+        llm.set_cache(cache)
+        llm.create_chat_completion(messages)
+
+Needs llama-cpp-python (`pip install kvstore[llama-cpp]`). Nothing of it is patched. Not safe to use from several threads,
+as `Llama` is not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import struct
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, cast
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+from llama_cpp.llama import LlamaState
+from llama_cpp.llama_cache import BaseLlamaCache
+
+from kvstore import Entry, InvalidInputError, KVStoreError, LayoutError, Match, SavedState, Store, layout
+
+from ._llama_cpp_facts import fingerprint_of
+
+__all__ = ["KVStoreCache", "LlamaCppError", "fingerprint_of", "open_store", "restore", "save"]
+
+log = logging.getLogger("kvstore")
+Bytes = npt.NDArray[np.uint8]
+# A sequence state in memory starts with the engine's magic number and the sequence's id.
+_SEQUENCE_HEAD = np.array([0xAF143CD8, 0], "<u4").view(np.uint8)
+_ATTEMPTS = 4
+
+
+class LlamaCppError(KVStoreError):
+    """llama.cpp did not give or take a state."""
+
+    code, exit_code = "llama_cpp", 33
+
+
+def open_store(path: str | os.PathLike[str], llm: Any, **kwargs: Any) -> Store:
+    """A `Store` for the states of this `Llama`: opened with its fingerprint, and learning common prefixes by itself
+    unless told otherwise. Takes the keyword arguments of `Store`."""
+    return Store(path, **{"auto_learn": not kwargs.get("readonly", False), **kwargs, "fingerprint": fingerprint_of(llm)})
+
+
+def save(store: Store, llm: Any, seq_id: int = 0, *, tokens: Any = None, **put: Any) -> Entry:
+    """Puts the state of one sequence of the context, through llama.cpp's sequence API.
+
+    tokens: those that the sequence was computed from; sequence 0 is the one that `Llama` keeps, and its tokens are known.
+    The other keyword arguments are those of `Store.put`. Raises InvalidInputError where the tokens cannot be the
+    sequence's, or the store belongs to another model; LlamaCppError.
+    """
+    _check_fingerprint(store, llm)
+    if tokens is None:
+        if seq_id != 0:
+            raise InvalidInputError(f"the tokens of sequence {seq_id} are not known", hint="give tokens=")
+        tokens = llm.input_ids[: llm.n_tokens]
+    ids = np.asarray(tokens)
+    if len(ids) == 0:
+        raise InvalidInputError("the sequence has no tokens", hint="evaluate a prompt first")
+    held = int(llama_cpp.llama_memory_seq_pos_max(_memory(llm), seq_id)) + 1
+    if held < len(ids):
+        raise InvalidInputError(f"sequence {seq_id} holds {held} positions, {len(ids)} tokens were given")
+    state = _sequence_state(llm, seq_id)
+    # `Llama` forgets tokens without removing their cells.
+    return store.put(ids, state if held == len(ids) else layout.crop(state, len(ids)), **put)
+
+
+def restore(store: Store, llm: Any, tokens: Any, seq_id: int = 0) -> int:
+    """Puts back into a sequence what the store has of these tokens' start, in place of what the sequence holds.
+
+    Gives n_past, how many of the tokens need not be computed again: 0 where the store has none, and then the sequence
+    is as it was. There are no logits until a token has been computed: where n_past is all of them, go back by one, or go
+    on with the next. Sequence 0 is the one that `Llama` keeps: its `n_tokens` and `input_ids` follow.
+    """
+    _check_fingerprint(store, llm)
+    ids = np.asarray(tokens)
+    for _ in range(_ATTEMPTS):
+        match = store.match(ids)
+        if match is None:
+            return 0
+        saved = store.get(match.entry.id, n_tokens=match.n_common)
+        if saved is None:  # damaged: it is gone now, and another entry may serve
+            continue
+        if _set_sequence(llm, saved.main, seq_id):
+            if seq_id == 0:
+                _note_tokens(llm, saved.tokens)
+            return len(saved.tokens)
+        if seq_id == 0:
+            _note_tokens(llm, saved.tokens[:0])
+        raise LlamaCppError(
+            f"llama.cpp did not take the state of entry {match.entry.hex_id}; sequence {seq_id} is empty",
+            id=match.entry.hex_id,
+        )
+    return 0
+
+
+class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
+    """A cache for `Llama.set_cache`, with the protocol of llama-cpp-python's own.
+
+    `cache[tokens]` finds the state that serves the most leading tokens, cut to them where the model's states can be cut,
+    and puts it into the model's memory at once where that holds less of them (`Llama.load_state` would write all of its
+    scores, hundreds of MB, and restores a sliding window less exactly). KeyError where there is none. Reading takes
+    nothing out. `cache[tokens] = state` puts the state under the tokens that it was computed from. Errors of the store
+    are logged, and count as a miss: generation goes on.
+
+    min_tokens: a state that serves fewer tokens is a miss, unless it serves half of the prompt: reading it costs more.
+    ttl: seconds until what is put expires, None = never.
+    Raises InvalidInputError where the store was not opened with `fingerprint_of(llm)` (`open` and `open_store` do that).
+    """
+
+    def __init__(self, store: Store, llm: Any, *, min_tokens: int = 32, ttl: int | None = None) -> None:
+        super().__init__(capacity_bytes=-1)  # the store's own budgets hold
+        _check_fingerprint(store, llm)
+        self.store = store
+        self.llm = llm
+        self.min_tokens = min_tokens
+        self.ttl = ttl
+        self._told: set[str] = set()
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], llm: Any, *, min_tokens: int = 32, ttl: int | None = None, **kwargs: Any
+    ) -> KVStoreCache:
+        """A cache with a store of its own (see `open_store`): a context manager, or `close` it."""
+        store = open_store(path, llm, **kwargs)
+        try:
+            return cls(store, llm, min_tokens=min_tokens, ttl=ttl)
+        except BaseException:
+            store.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the store."""
+        self.store.close()
+
+    def __enter__(self) -> KVStoreCache:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def cache_size(self) -> int:
+        """Bytes of the stored states."""
+        return self.store.stats().stored
+
+    def __contains__(self, key: Sequence[int]) -> bool:
+        return self._find(_ids(key)) is not None
+
+    def __getitem__(self, key: Sequence[int]) -> Any:
+        ids = _ids(key)
+        usable = _usable(self.llm, ids)
+        for _ in range(_ATTEMPTS):
+            match = self._find(ids)
+            if match is None:
+                break
+            restarts = match.n_common == len(ids) and _cannot_step_back(self.llm)
+            if match.n_common <= usable or restarts or self._restore(match, usable):
+                return _StoredState(self, ids, match.n_common)
+        raise KeyError("no stored state serves these tokens")
+
+    def __setitem__(self, key: Sequence[int], value: Any) -> None:
+        ids = np.asarray(value.input_ids[: value.n_tokens], np.int32)
+        if len(ids) == 0:
+            return
+        if hasattr(self.llm.chat_handler, "clip_model_path"):
+            # The ids that stand where an image was say nothing of the image.
+            self._tell_once("states of a model with a multimodal chat handler are not stored")
+            return
+        try:
+            match = self.store.match(ids)
+            if match is None or match.n_common < len(ids):
+                self.store.put(ids, _fit(_to_sequence(value.llama_state), len(ids)), ttl=self.ttl)
+        except KVStoreError as error:
+            log.warning("the state of %d tokens was not stored: %s", len(ids), error)
+
+    def _find(self, ids: npt.NDArray[np.int32]) -> Match | None:
+        """The match that pays, or None."""
+        if len(ids) == 0:
+            return None
+        try:
+            match = self.store.match(ids)
+            if match is not None and match.n_common == len(ids) > 1 and _cannot_step_back(self.llm):
+                # `Llama` computes a prompt's last token again; this model would start over.
+                match = self.store.match(ids[:-1]) or match
+        except KVStoreError as error:
+            log.warning("the store could not be asked: %s", error)
+            return None
+        if match is None or match.n_common < min(self.min_tokens, (len(ids) + 1) // 2):
+            return None
+        return match
+
+    def _read(self, match: Match) -> SavedState | None:
+        """The state that a match promised, or None: another may serve then."""
+        try:
+            return self.store.get(match.entry.id, n_tokens=match.n_common)
+        except KVStoreError as error:
+            log.warning("entry %s could not be read: %s", match.entry.hex_id, error)
+            return None
+
+    def _restore(self, match: Match, usable: int) -> bool:
+        """Puts a stored state into the model, so that it goes on from there. False where there is none after all."""
+        saved = self._read(match)
+        if saved is None:
+            return False
+        llm = self.llm
+        if not _set_sequence(llm, saved.main, 0):
+            log.warning("llama.cpp did not take the state of entry %s", match.entry.hex_id)
+            _note_tokens(llm, saved.tokens[:0])
+            return False
+        _note_tokens(llm, saved.tokens)
+        if llm._logits_all:
+            # Only read as the log probabilities of the prompt itself: no number is better there than another prompt's.
+            llm.scores[usable : len(saved.tokens)] = np.nan
+        return True
+
+    def _tell_once(self, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            log.warning(what)
+
+
+class _StoredState(LlamaState):  # type: ignore[misc, unused-ignore]
+    """What `Llama.load_state` takes. The state is read when a field other than `input_ids` is first asked for."""
+
+    def __init__(self, cache: KVStoreCache, ids: npt.NDArray[np.int32], n_common: int) -> None:
+        self._cache = cache
+        self._ids = ids
+        self.input_ids = _padded(cache.llm, ids[:n_common])
+
+    def load(self) -> None:
+        """Reads the state. Raises KeyError."""
+        cache, llm = self._cache, self._cache.llm
+        for _ in range(_ATTEMPTS):
+            match = cache._find(self._ids)
+            saved = None if match is None else cache._read(match)
+            if saved is not None:
+                state = _to_context(saved.main, llm)
+                super().__init__(
+                    input_ids=_padded(llm, saved.tokens),
+                    # `Llama` takes its logits from the last token, which it computes again.
+                    scores=np.full((1, 1), np.nan, np.single),
+                    n_tokens=len(saved.tokens),
+                    llama_state=cast(Any, state),
+                    llama_state_size=len(state),
+                    # A restored prompt samples as a computed one does.
+                    seed=llm._seed,
+                )
+                return
+        raise KeyError("no stored state serves these tokens")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self.load()
+        return object.__getattribute__(self, name)
+
+
+# -- states in and out of llama.cpp
+
+
+def _memory(llm: Any) -> Any:
+    memory = llama_cpp.llama_get_memory(llm.ctx)
+    if memory is None:
+        raise LlamaCppError("this context has no memory", hint="an embedding model keeps no states")
+    return memory
+
+
+def _pointer(data: Bytes) -> Any:
+    return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+
+
+def _sequence_state(llm: Any, seq_id: int) -> Bytes:
+    """The state of one sequence, as llama.cpp writes it. shape (n_bytes,), uint8."""
+    size = int(llama_cpp.llama_state_seq_get_size(llm.ctx, seq_id))
+    state = np.empty(size, np.uint8)
+    n = int(llama_cpp.llama_state_seq_get_data(llm.ctx, _pointer(state), size, seq_id))
+    if not 0 < n <= size:
+        raise LlamaCppError(f"llama.cpp gave no state of sequence {seq_id}")
+    return state[:n]
+
+
+def _set_sequence(llm: Any, state: Bytes, seq_id: int) -> bool:
+    """Whether llama.cpp took the state; where it did not, the sequence is empty."""
+    if int(llama_cpp.llama_state_seq_set_data(llm.ctx, _pointer(state), state.size, seq_id)) == state.size:
+        return True
+    llama_cpp.llama_memory_seq_rm(_memory(llm), seq_id, -1, -1)
+    return False
+
+
+def _note_tokens(llm: Any, tokens: npt.NDArray[np.int32]) -> None:
+    """Tells `Llama` what its sequence holds, and that its logits are another's."""
+    llm.input_ids[: len(tokens)] = tokens
+    llm.n_tokens = len(tokens)
+    llm._requires_eval = True
+
+
+def _to_sequence(context: Any) -> Bytes:
+    """The state of a whole context with one sequence, as the state of that sequence. Raises LayoutError."""
+    data = np.frombuffer(context, np.uint8)
+    found = layout.parse(data)
+    if found.envelope != "context":
+        raise LayoutError(f"the state has the envelope {found.envelope!r}, that of a context expected")
+    return _rewrap(data, found, _SEQUENCE_HEAD, 1)
+
+
+def _to_context(sequence: Bytes, llm: Any) -> Bytes:
+    """The state of a sequence as that of a whole context, which `Llama.load_state` takes. Raises LayoutError."""
+    found = layout.parse(sequence)
+    if found.envelope != "sequence, with header":
+        raise LayoutError(f"the state has the envelope {found.envelope!r}, that of a sequence expected")
+    name = str(llm.metadata["general.architecture"]).encode()
+    return _rewrap(sequence, found, np.frombuffer(len(name).to_bytes(4, "little") + name, np.uint8), 0)
+
+
+def _rewrap(data: Bytes, found: Any, head: Bytes, n_seq: int) -> Bytes:
+    """The state behind another head. `n_seq` is how many sequence ids its recurrent cell lists: one in a context, none in a
+    sequence's state, which is the other way round in the result; attention cells are the same in both."""
+    pieces = [head]
+    at = found.state_at
+    for part in found.parts:
+        if part.kind != "recurrent":
+            continue
+        n_cells, _, listed = struct.unpack_from("<IiI", data.data, part.start)
+        if n_cells != 1 or listed != n_seq:
+            raise LayoutError(f"a recurrent state of {n_cells} cells in {listed} sequences, one cell expected")
+        ids = part.start + 8
+        pieces += [data[at:ids], np.frombuffer(struct.pack("<I", 0) if n_seq else struct.pack("<Ii", 1, 0), np.uint8)]
+        at = ids + 4 + 4 * listed
+    pieces.append(data[at:])
+    return np.concatenate(pieces)
+
+
+def _fit(state: Bytes, n_tokens: int) -> Bytes:
+    """The state cut to the tokens it is put under. Raises LayoutError where it has fewer, or cannot be cut."""
+    return state if layout.parse(state).n_positions == n_tokens else layout.crop(state, n_tokens)
+
+
+# -- what `Llama` does with a prompt
+
+
+def _ids(key: Sequence[int]) -> npt.NDArray[np.int32]:
+    return np.asarray(key, np.int32)
+
+
+def _n_common(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if differ.size else n
+
+
+def _padded(llm: Any, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.intc]:
+    """The tokens in an array of the length that `Llama` keeps; -1 is no token, and matches none."""
+    padded = np.full(llm.input_ids.shape, -1, np.intc)
+    padded[: len(tokens)] = tokens
+    return padded
+
+
+def _cannot_step_back(llm: Any) -> bool:
+    return bool(llama_cpp.llama_model_is_recurrent(llm.model) or llama_cpp.llama_model_is_hybrid(llm.model))
+
+
+def _usable(llm: Any, prompt: npt.NDArray[np.int32]) -> int:
+    """How many tokens of the prompt `Llama` will take from its own memory.
+
+    It goes back to where the prompt differs from what it holds. Where its memory no longer has the sliding window
+    there, llama.cpp would let it, and compute with holes: then it is told to start over.
+    """
+    held = int(llm.n_tokens)
+    common = _n_common(llm.input_ids[:held], prompt)
+    back_to = min(common, len(prompt) - 1)
+    if back_to >= held or (common == held == len(prompt) and not llm._requires_eval):
+        return common
+    if _cannot_step_back(llm):
+        return 0
+    n_swa = int(llama_cpp.llama_model_n_swa(llm.model))
+    if n_swa > 0 and int(llama_cpp.llama_memory_seq_pos_min(_memory(llm), 0)) > max(0, back_to - n_swa + 1):
+        llm.reset()
+        return 0
+    return common
+
+
+def _check_fingerprint(store: Store, llm: Any) -> None:
+    """Raises InvalidInputError where the store's entries are not for this model and context."""
+    if not isinstance(store, Store):
+        raise InvalidInputError(f"store is {type(store).__name__}, not kvstore.Store")
+    wanted = fingerprint_of(llm)
+    # A store tells its fingerprint in its repr, and newer ones as an attribute.
+    known = getattr(store, "fingerprint", None)
+    if known != wanted if known is not None else not repr(store).endswith(f", fingerprint={wanted!r})"):
+        raise InvalidInputError(
+            "the store was opened with another fingerprint than this model and context have",
+            hint="use open_store(path, llm), or Store(path, fingerprint=fingerprint_of(llm))",
+        )
