@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .records import EntryClass, Source
+from . import layout
+from .errors import LayoutError
+from .records import Bytes, EntryClass, Source
 
 MIB = 1 << 20
 
@@ -85,3 +87,26 @@ def prefix_to_learn(entries: Sequence[Candidate], min_saved: int, times: int = 3
         if 4 * n > len(best) and all((n - e.shared) * e.bytes_per_token >= min_saved for e in group):
             best = group[0].key[: 4 * n]
     return best
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Where a state can be cut: at any token, or at the counts of its checkpoints."""
+
+    any: bool
+    counts: tuple[int, ...]
+
+    def serves(self, n_tokens: int) -> bool:
+        return self.any or n_tokens in self.counts
+
+
+def cuts_of(main: Bytes, n_tokens: int) -> Cuts:
+    """Where the engine could go on from inside this state; nowhere, where its layout is not understood."""
+    try:
+        found = layout.parse(main)
+    except LayoutError:
+        return Cuts(False, ())
+    if found.can_crop:
+        return Cuts(True, ())
+    counts = {c.n_tokens for c in found.checkpoints or () if 0 < c.n_tokens < n_tokens}
+    return Cuts(False, tuple(sorted(n for n in counts if found.crop_limit(n) == n)))

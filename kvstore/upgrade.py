@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import logging
-from importlib import import_module, resources
+import os
+from collections.abc import Callable
+from importlib import resources
+from typing import TYPE_CHECKING
 
 from . import db
-from .db import APPLICATION_ID, Connection, Database
-from .errors import NewerStoreError, NotAStoreError, ReadOnlyError
+from .db import SCHEMA_VERSION, Connection, Database
+from .errors import ReadOnlyError, StoreIOError
+from .header import Header
 
-SCHEMA_VERSION = 2
+if TYPE_CHECKING:
+    from kvstore.migrations import Plan, Report
+
 log = logging.getLogger("kvstore")
 
 
@@ -23,26 +29,24 @@ def version_of(c: Connection, path: str) -> int:
 
     Raises NotAStoreError for another program's file, NewerStoreError for one of a newer kvstore; neither is touched.
     """
-    application, version = db.application_id(c), db.user_version(c)
-    if application == 0 and version == 0 and db.is_empty(c):
-        return 0
-    if application != APPLICATION_ID or version < 1:
-        raise NotAStoreError(f"{path} is an SQLite database of another program", path=path, application_id=application)
-    if version > SCHEMA_VERSION:
-        raise NewerStoreError(
-            f"{path} has schema version {version}, this kvstore reads up to {SCHEMA_VERSION}", path=path, version=version
-        )
-    return version
+    found = Header(db.application_id(c), db.user_version(c), db.is_empty(c))
+    db.refuse(path, found)
+    return found.user_version
 
 
-def prepare(database: Database) -> None:
-    """Brings the file to the current schema: creates it where it is empty, upgrades it where it is old."""
+def prepare(
+    database: Database, progress: Callable[[int, int], object] | None = None, *, backup: bool = True
+) -> Report | None:
+    """Brings the file to the current schema: creates it where it is empty, upgrades it where it is old.
+
+    Gives what the upgrade did, None where there was none. Its records are logged as warnings.
+    """
     with database.exclusive() as c:
         version = version_of(c, database.path)
     if version == SCHEMA_VERSION:
         if not database.readonly:
             database.use_wal()
-        return
+        return None
     if database.readonly:
         raise ReadOnlyError(
             f"{database.path} has to be {'created' if version == 0 else 'upgraded'} first",
@@ -54,7 +58,63 @@ def prepare(database: Database) -> None:
         with database.write() as c:
             if version_of(c, database.path) == 0:  # no other process was faster
                 db.run_script(c, schema_sql())
-        return
-    migrations = import_module("kvstore.migrations")  # built on this module's floor: not at import time
-    migrations.run(database, version)
+        return None
+    from kvstore import migrations
+
+    log.info("upgrading %s from schema version %d to %d", database.path, version, SCHEMA_VERSION)
+    report = migrations.run(database, version, progress, backup=backup)
     database.use_wal()
+    if report is not None:
+        _tell(report)
+    return report
+
+
+def _tell(report: Report) -> None:
+    for record in report.records:
+        log.warning("upgrade of %s: entry %s", report.path, record)
+    log.info(
+        "upgraded %s from schema version %d to %d: %d entries in %.1f s; the old file is %s",
+        report.path, report.from_version, report.to_version, report.entries, report.seconds,
+        report.backup or "gone",
+    )  # fmt: skip
+
+
+def upgrade(
+    path: str | os.PathLike[str],
+    progress: Callable[[int, int], object] | None = None,
+    *,
+    backup: bool = True,
+    key: str | None = None,
+    timeout: float = 30.0,
+) -> Report | None:
+    """Upgrades a file; None where it is of the current version already.
+
+    progress(done, total) is called for each entry. backup=False does not keep the old file. Raises MigrationError,
+    DiskFullError, BusyError and what opening a store raises; the old store is then as it was.
+    """
+    database = _open(path, key, timeout, readonly=False)
+    try:
+        return prepare(database, progress, backup=backup)
+    finally:
+        database.close()
+
+
+def dry_run(path: str | os.PathLike[str], *, key: str | None = None, timeout: float = 30.0) -> Plan:
+    """What `upgrade` would do with a file, which is only read."""
+    from kvstore import migrations
+
+    database = _open(path, key, timeout, readonly=True)
+    try:
+        with database.read() as c:
+            version = version_of(c, database.path)
+        return migrations.dry_run(database, version)
+    finally:
+        database.close()
+
+
+def _open(path: str | os.PathLike[str], key: str | None, timeout: float, readonly: bool) -> Database:
+    name = os.fspath(path)
+    if not os.path.exists(name):
+        raise StoreIOError(f"{name} does not exist", path=name)
+    db.refuse_network_filesystem(name)
+    return Database(name, readonly=readonly, timeout=timeout, key=key)

@@ -1,0 +1,117 @@
+"""What a migration is, and what an upgrade has to say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from kvstore.db import Connection
+from kvstore.records import hex_id
+
+Progress: TypeAlias = Callable[[int, int], object]
+"""Called with the entries done and their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One thing to know of one entry after an upgrade: what could not be read, or why it was left out."""
+
+    id: int
+    what: str
+    kept: bool
+
+    def __str__(self) -> str:
+        return f"{hex_id(self.id)}: {self.what}{'' if self.kept else ' (left out)'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one step did, or would do: the entries that are kept, and what there is to say of them."""
+
+    entries: int
+    records: tuple[Record, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """From schema version `number - 1` to `number`.
+
+    precondition(c): None, or why this file cannot take the step.
+    examine(c): what `apply` would do, as far as can be told without reading states.
+    room(c): the most bytes that the new file can have; only where a new file is written.
+    apply(old, new, progress): does it, inside a transaction of `new` that sets the version number as well. `old` is the
+        same connection, unless the step `rebuilds`: then `new` is an empty file.
+    """
+
+    number: int
+    name: str
+    description: str
+    precondition: Callable[[Connection], str | None]
+    examine: Callable[[Connection], Outcome]
+    apply: Callable[[Connection, Connection, Progress], Outcome]
+    rebuilds: bool = False
+    room: Callable[[Connection], int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an upgrade did. `backup` is the old file, None where it was not kept; `seconds` is what it took."""
+
+    path: str
+    from_version: int
+    to_version: int
+    entries: int
+    records: tuple[Record, ...]
+    backup: str | None
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "path": self.path,
+            "from_version": self.from_version,
+            "to_version": self.to_version,
+            "entries": self.entries,
+            "records": records_as_dicts(self.records),
+            "backup": self.backup,
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an upgrade would do. `problem` says why it cannot be done, None where it can.
+
+    `records` lacks the deltas that turn out not to decode. `needed` and `free` are bytes on the disk beside the old file.
+    """
+
+    path: str
+    from_version: int
+    to_version: int
+    steps: tuple[Step, ...]
+    entries: int
+    records: tuple[Record, ...]
+    backup: str | None
+    needed: int
+    free: int
+    problem: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "path": self.path,
+            "from_version": self.from_version,
+            "to_version": self.to_version,
+            "steps": [{"number": s.number, "name": s.name, "description": s.description} for s in self.steps],
+            "entries": self.entries,
+            "records": records_as_dicts(self.records),
+            "backup": self.backup,
+            "needed": self.needed,
+            "free": self.free,
+            "problem": self.problem,
+        }
+
+
+def records_as_dicts(records: tuple[Record, ...]) -> list[dict[str, Any]]:
+    return [{"id": hex_id(r.id), "what": r.what, "kept": r.kept} for r in records]
