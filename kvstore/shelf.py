@@ -107,7 +107,7 @@ class Shelf:
             known = fresh.get(row.part)
             if row.kind == "bkvd":
                 of_parent = None if parent is None else parent.main if row.part == "main" else parent.draft
-                states[row.part] = self._decode(entry, row, stored, of_parent)
+                states[row.part] = self._decode(c, entry, row, stored, of_parent)
                 known = None
             else:
                 states[row.part] = stored
@@ -117,7 +117,7 @@ class Shelf:
                 raise Damaged(entry.id, f"its {row.part} state fails its digest")
         return states["main"], states.get("draft")
 
-    def _decode(self, entry: Entry, row: BlobRow, delta: Bytes, parent: Bytes | None) -> Bytes:
+    def _decode(self, c: Connection, entry: Entry, row: BlobRow, delta: Bytes, parent: Bytes | None) -> Bytes:
         if entry.parent is None or parent is None:
             raise Damaged(entry.id, "its prefix is not in the cache")
         if bkvd.size(delta) != row.size:
@@ -126,6 +126,7 @@ class Shelf:
         try:
             out = bkvd.decode(delta, parent, entry.parent)
         except DeltaError as error:
+            self._check_whole(c, entry.parent)  # its other children fail with it
             raise Damaged(entry.id, error.message) from error
         self._spent("decode_us", time.perf_counter() - started)
         out.flags.writeable = False
