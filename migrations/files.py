@@ -47,6 +47,7 @@ def locked(database: Database) -> Iterator[Connection]:
                 with db.translated(path):
                     if c.pragma("journal_mode") == "wal":
                         c.pragma("journal_mode", "delete")
+                    c.pragma("locking_mode", "exclusive")  # also between the transactions
                     c.execute("BEGIN EXCLUSIVE")
             except BusyError as error:
                 what = "being upgraded by another process" if os.path.exists(path + UPGRADING) else "open in another process"
@@ -128,7 +129,8 @@ def keep(path: str, backup: str, old: Connection, database: Database) -> None:
 
 
 def copy(old: Connection, backup: str, database: Database) -> None:
-    """Copies a store that is open to a new file, in bites; complete and on the disk, or not there."""
+    """Copies a locked store to a new file, in bites; complete and on the disk, or not there."""
+    old.execute("COMMIT")  # nothing was written; SQLite copies no file that its connection writes to
     partial = backup + ".partial"
     remove(partial)
     db.reserve_file(partial)
@@ -146,6 +148,7 @@ def copy(old: Connection, backup: str, database: Database) -> None:
         remove(partial)
         raise
     sync_folder(backup)
+    old.execute("BEGIN EXCLUSIVE")
 
 
 def replace(new: str, path: str, old: Connection) -> None:
