@@ -21,6 +21,7 @@ from .space import Space
 from .tally import Tally
 
 log = logging.getLogger("kvstore")
+log.addHandler(logging.NullHandler())  # silent unless the program that uses us logs: no warnings on its stderr
 # A put larger than this checkpoints each time it has written so much: its log stays smaller than it.
 LOG_BYTES = 512 << 20
 TRIES = 8  # of a put whose parent or staged blob another process removes
