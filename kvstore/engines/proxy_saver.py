@@ -1,0 +1,159 @@
+"""Behind the answers: slots are saved and put into the store when nobody waits for the server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from .. import slotfile
+from ..records import Entry, hex_id
+from ..store import Store
+from .proxy_fingerprint import save
+from .proxy_metrics import Metrics
+from .proxy_prompt import Prompt, starts
+from .proxy_server import Server
+from .proxy_slots import Choice, Slot
+from .proxy_upstream import UpstreamError
+
+log = logging.getLogger("kvstore.proxy")
+SAVE_SECONDS = 120.0
+LAST_SAVES_SECONDS = 10.0
+# States that wait in memory for the put before them; more than this are not kept.
+MAX_WAITING = 3
+
+
+class Saver:
+    """llama-server saves a slot in its one loop, so every save stops all its answers for as long as it takes: they are
+    left for a moment when none is under way, `idle_seconds` after the last.
+
+    The exception is a slot that another conversation is about to overwrite before that moment came: it is saved first,
+    if computing what would be lost takes longer than saving it.
+    """
+
+    def __init__(self, server: Server, metrics: Metrics) -> None:
+        self.server = server
+        self.metrics = metrics
+        self._wake = asyncio.Event()
+        self._puts: set[asyncio.Task[None]] = set()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def _worth(self, slot: Slot) -> bool:
+        if slot.origin is None or self.server.store is None:
+            return False
+        if slot.unsaved < self.server.settings.min_tokens:
+            self.metrics.count("saves_skipped")
+            slot.origin = None
+            return False
+        return True
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            slots = self.server.slots
+            while any(slot.origin is not None for slot in slots.all if not slot.busy):
+                left = slots.last_active + self.server.settings.idle_seconds - time.monotonic()
+                if left > 0 or not slots.quiet:
+                    await asyncio.sleep(max(left, 0.05))
+                    continue
+                try:
+                    await self.server.note_slots()
+                    slot = next((s for s in slots.all if not s.busy and self._worth(s)), None)
+                    if slot is not None and slots.take(slot):
+                        try:
+                            await self._save(slot)
+                        finally:
+                            await slots.release(slot)
+                    await asyncio.gather(*self._puts)
+                except Exception:
+                    self.metrics.count("failures")
+                    log.warning("a slot was not saved", exc_info=True)
+                    for each in slots.all:
+                        each.origin = None
+
+    async def before_overwrite(self, choice: Choice) -> None:
+        """The caller has the slot, and a request for it."""
+        rates = self.server.slots.rates
+        slot = choice.slot
+        if len(self._puts) >= MAX_WAITING or not self._worth(slot):
+            return
+        if rates.save_seconds(slot.n_total) > rates.prefill_seconds(slot.unsaved):
+            return
+        try:
+            await self._save(slot)
+            self.metrics.count("saves_before_overwrite")
+        except Exception:
+            self.metrics.count("failures")
+            log.warning("a slot was not saved before it was overwritten", exc_info=True)
+
+    async def last(self) -> None:
+        """At the end: what is not stored yet, and the puts under way, as far as the time goes."""
+        try:
+            await asyncio.wait_for(self._last(), LAST_SAVES_SECONDS)
+        except Exception:
+            self.metrics.count("failures")
+            log.warning("not all was saved at the end", exc_info=True)
+
+    async def _last(self) -> None:
+        for slot in self.server.slots.all:
+            if self._worth(slot) and self.server.slots.take(slot):
+                await self._save(slot)
+        await asyncio.gather(*self._puts)
+
+    async def _save(self, slot: Slot) -> None:
+        """Saves a slot, and starts the put."""
+        server = self.server
+        origin, n_prompt, store = slot.origin, slot.n_prompt, server.store
+        slot.origin = None
+        if origin is None or store is None:
+            return
+        started = time.perf_counter()
+        try:
+            file = await save(server.upstream, server.files, slot.id, SAVE_SECONDS)
+        except UpstreamError as error:
+            slot.forget()
+            if error.status is None:
+                server.suspect()
+            raise
+        server.slots.rates.saved(file.tokens.shape[0], file.state.nbytes, time.perf_counter() - started)
+        if file.media or file.tokens.shape[0] < server.settings.min_tokens:
+            return
+        if n_prompt and not server.tokenizer.learn(origin, file.tokens, n_prompt):
+            self.metrics.count("token_mismatches")
+            log.warning("the server's tokens of a prompt differ from those it gave before: %d tokens", n_prompt)
+        slot.tokens, slot.n_total, slot.stored = file.tokens, file.tokens.shape[0], file.tokens.shape[0]
+        task = asyncio.create_task(self._put(store, origin, file, slot))
+        self._puts.add(task)
+        task.add_done_callback(self._puts.discard)
+
+    async def _put(self, store: Store, origin: Prompt, file: slotfile.SlotFile, slot: Slot) -> None:
+        server = self.server
+        try:
+            n_system, user_start = await starts(server.tokenizer, server.upstream.ask, origin, file.tokens)
+        except Exception:
+            self.metrics.count("failures")
+            log.warning("the system block of a prompt was not found", exc_info=True)
+            n_system = user_start = 0
+
+        def put() -> Entry:
+            n_input = None if origin.tokens is None else int(origin.tokens.shape[0])
+            return store.put(
+                file.tokens, file.state, n_system=n_system, user_start=user_start, excerpt=origin.excerpt, n_input=n_input
+            )
+
+        try:
+            entry = await server.run_put(put)
+        except Exception:
+            self.metrics.count("failures")
+            log.warning("a state was not stored", exc_info=True)
+            if slot.stored == file.tokens.shape[0]:
+                slot.stored, slot.entry = 0, None
+            return
+        self.metrics.count("saves")
+        if slot.tokens is file.tokens:
+            slot.entry = entry.id
+        log.debug("stored %s: %d tokens of slot %d", hex_id(entry.id), entry.n_tokens, slot.id)

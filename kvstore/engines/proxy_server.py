@@ -1,0 +1,223 @@
+"""The link to one llama-server: which process it is, the store of its states, and what is known of its slots."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..errors import KVStoreError
+from ..store import Store
+from .proxy_files import SlotFiles
+from .proxy_fingerprint import CacheOff, Identity, identify, marker_of
+from .proxy_metrics import Metrics
+from .proxy_prompt import Tokenizer
+from .proxy_slots import Rates, Slot, Slots
+from .proxy_upstream import Upstream, UpstreamError
+
+log = logging.getLogger("kvstore.proxy")
+T = TypeVar("T")
+POLL_SECONDS = 2.0
+LINK_SECONDS = 10.0  # as long a request waits for the look at a new server; then it passes without a cache
+CHECK_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `serve` takes for the cache. `store_options` go to Store."""
+
+    slot_dir: Path
+    store: str
+    store_options: dict[str, Any]
+    min_tokens: int = 16
+    idle_seconds: float = 0.15
+
+
+class Server:
+    """One llama-server and the store of its states.
+
+    `store` is None until the server was looked at, and where the cache is off; `off` says why then.
+    """
+
+    def __init__(self, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
+        self.upstream = upstream
+        self.settings = settings
+        self.metrics = metrics
+        self.files = SlotFiles(settings.slot_dir)
+        self.slots = Slots(Rates(), settings.min_tokens)
+        self.tokenizer = Tokenizer(upstream.ask)
+        self.identity: Identity | None = None
+        self.store: Store | None = None
+        self.off = "the server was not reached yet"
+        self.bad: set[int] = set()  # entries that this process could make nothing of
+        self._linking: asyncio.Task[None] | None = None
+        self._failed_at = 0.0
+        self._suspect = True
+        self._lists_slots = True
+        # What a request waits for never stands behind a put.
+        self._quick = ThreadPoolExecutor(4, "kvstore-proxy")
+        self._puts = ThreadPoolExecutor(1, "kvstore-proxy-put")
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """A blocking call, beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._quick, function, *args)
+
+    async def run_put(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._puts, function, *args)
+
+    def suspect(self) -> None:
+        """A connection failed: the process may be another one next time."""
+        self._suspect = True
+
+    def forget(self) -> None:
+        """Settings of the server may change (adapters): look at it again."""
+        self.identity = None
+        self._suspect = True
+
+    async def check(self) -> bool:
+        """Whether this is still the process that we know, with slots as we left them. Links to a new one."""
+        if not self._suspect and self.identity is not None:
+            try:
+                ask = self.upstream.ask
+                # /props is answered beside the server's loop, /slots by it, which may be in the middle of a batch.
+                if self.slots.quiet and self._lists_slots:
+                    props, listed = await asyncio.gather(
+                        ask("GET", "/props", timeout=CHECK_SECONDS), self._listed(), return_exceptions=False
+                    )
+                else:
+                    props, listed = await ask("GET", "/props", timeout=CHECK_SECONDS), None
+                if marker_of(props) == self.identity.marker and not self._restarted(listed):
+                    self._compare(listed)
+                    return self.store is not None
+            except UpstreamError as error:
+                log.info("llama-server does not answer: %s", error.message)
+            self._suspect = True
+        await self._link()
+        return self.store is not None and not self._suspect
+
+    async def _listed(self) -> list[dict[str, Any]] | None:
+        try:
+            return list(await self.upstream.ask("GET", "/slots", timeout=CHECK_SECONDS))
+        except UpstreamError as error:
+            if error.status is None:
+                raise
+            self._lists_slots = False  # --no-slots
+            return None
+
+    def _restarted(self, listed: list[dict[str, Any]] | None) -> bool:
+        """A slot that had a task and has none, or an older one, is a new process's."""
+        for slot, now in self._pairs(listed):
+            if slot.seen is not None and slot.seen[0] is not None:
+                task = now.get("id_task")
+                if task is None or task < slot.seen[0]:
+                    return True
+        return False
+
+    def _pairs(self, listed: list[dict[str, Any]] | None) -> list[tuple[Slot, dict[str, Any]]]:
+        by_id = {int(now["id"]): now for now in listed or ()}
+        return [(slot, by_id[slot.id]) for slot in self.slots.all if slot.id in by_id]
+
+    def _compare(self, listed: list[dict[str, Any]] | None) -> None:
+        """Forgets slots that somebody else used."""
+        for slot, now in self._pairs(listed):
+            seen = (now.get("id_task"), now.get("n_prompt_tokens"))
+            if slot.seen is None:
+                # Ours was the last request, unless the number of tokens is far from what it left.
+                if slot.origin is not None and not slot.n_prompt:
+                    slot.n_total = int(seen[1] or slot.n_total)
+                elif seen[1] is not None and abs(int(seen[1]) - slot.n_total) > 2:
+                    slot.forget()
+            elif slot.seen != seen:
+                slot.forget()
+            slot.seen = seen
+
+    async def look_at_slots(self) -> frozenset[int]:
+        """Slots that the server works in for somebody else."""
+        if not self._lists_slots:
+            return frozenset()
+        listed = await self._listed()
+        return frozenset(slot.id for slot, now in self._pairs(listed) if now.get("is_processing") and not slot.busy)
+
+    async def note_slots(self) -> None:
+        """Remember what /slots says after our own requests and saves."""
+        if self._lists_slots and self.slots.quiet:
+            self._compare(await self._listed())
+
+    async def _link(self) -> None:
+        if self._linking is None or self._linking.done():
+            if time.monotonic() - self._failed_at < POLL_SECONDS / 2 and self.store is None and not self._suspect:
+                return
+            self._linking = asyncio.create_task(self._look())
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._linking), LINK_SECONDS)
+
+    async def _look(self) -> None:
+        """Find out which server this is, and open its states. Never raises."""
+        try:
+            identity = await identify(self.upstream, self.files)
+            if self.identity is not None and self.identity.marker != identity.marker:
+                self.metrics.count("upstream_changes")
+            old = self.identity
+            if self.store is None or old is None or old.fingerprint != identity.fingerprint:
+                await self._open(identity.fingerprint)
+                self.tokenizer = Tokenizer(self.upstream.ask)
+                self.slots.rates = Rates()
+            self.identity = identity
+            self.slots.reset(identity.n_slots)
+            self.bad.clear()
+            self._suspect = False
+            if self.off:
+                log.info("caching for %s, %d slots", identity.model, identity.n_slots)
+            self.off = ""
+        except CacheOff as error:
+            self._turn_off(str(error))
+            self._suspect = False
+        except KVStoreError as error:
+            self._turn_off(str(error))
+        except Exception:
+            log.warning("the cache cannot work with this server", exc_info=True)
+            self._turn_off("an internal error, see the log")
+
+    def _turn_off(self, reason: str) -> None:
+        self._failed_at = time.monotonic()
+        if self.off != reason:
+            log.warning("no caching: %s", reason)
+        self.off = reason
+        self.slots.reset(0)
+
+    async def _open(self, fingerprint: str) -> None:
+        old, self.store = self.store, None
+        options = {"auto_learn": True, **self.settings.store_options, "fingerprint": fingerprint}
+        if old is not None:
+            await self.run_put(old.close)  # behind the puts that are under way
+        self.store = await self.run_put(lambda: Store(self.settings.store, **options))
+
+    async def watch(self) -> None:
+        """Links to the server as soon as it is there, so that no request has to wait for it."""
+        while True:
+            try:
+                if self._suspect or (self.slots.quiet and time.monotonic() - self.slots.last_active > POLL_SECONDS):
+                    await self.check()
+                elif self.off and time.monotonic() - self._failed_at > 15:
+                    await self._link()
+            except Exception:
+                log.warning("the look at the server failed", exc_info=True)
+            await asyncio.sleep(POLL_SECONDS if self.store is not None else POLL_SECONDS / 4)
+
+    async def close(self) -> None:
+        if self._linking is not None:
+            self._linking.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._linking
+        if self.store is not None:
+            with suppress(KVStoreError):
+                await self.run_put(self.store.close)
+        self._quick.shutdown(wait=False)
+        self._puts.shutdown(wait=False)
+        await self.upstream.close()
