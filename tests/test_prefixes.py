@@ -1,0 +1,241 @@
+"""`match` gives the exact longest common prefix, whatever is stored."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from storekit import noise, real, recurrent_state, state
+
+from kvstore import NotFoundError, Store
+
+# Byte patterns that a wrong order of comparison would trip over: sign bits, 0x00 and 0xff at either end of a token.
+TOKENS = [0, 1, -1, 255, 256, 0x00FF0000, -(1 << 31), (1 << 31) - 1, 0x01000000, -256, 0xFF00, 0x00FFFF00]
+ANYWHERE, NOWHERE = None, ()
+
+
+@dataclass
+class Row:
+    id: int
+    tokens: tuple[int, ...]
+    cuts: Sequence[int] | None
+    expired: bool = False
+
+    def serves(self, request: Sequence[int]) -> int:
+        n = 0
+        while n < min(len(self.tokens), len(request)) and self.tokens[n] == request[n]:
+            n += 1
+        if self.cuts is ANYWHERE or n == len(self.tokens):
+            return n
+        return max((c for c in self.cuts if c <= n), default=0)
+
+
+def best(rows: list[Row], request: Sequence[int]) -> int:
+    return max((r.serves(request) for r in rows if not r.expired), default=0)
+
+
+def check(store: Store, rows: list[Row], request: Sequence[int]) -> None:
+    """The match is as long as the longest that a look at every row finds, and the entry it names gives that much."""
+    found = store.match(np.array(request, np.int32))
+    assert (0 if found is None else found.n_common) == best(rows, request)
+    if found is not None:
+        row = next(r for r in rows if r.id == found.entry.id)
+        assert not row.expired
+        assert row.serves(request) == found.n_common
+        assert found.entry.n_tokens == len(row.tokens)
+
+
+def put(store: Store, tokens: Sequence[int], cuts: Sequence[int] | None, **options: Any) -> int:
+    """Stores an entry that can be cut anywhere, nowhere, or at `cuts`. Pinned: nothing is removed as contained."""
+    if cuts is ANYWHERE:
+        data: bytes = state(tokens, row=8, layers=1)
+    elif not cuts:
+        data = b"not understood"
+    else:
+        data = recurrent_state(len(tokens), cuts)
+    return store.put(list(tokens), data, entry_class="pinned", share=False, **options).id
+
+
+tokens_of = st.lists(st.sampled_from(TOKENS[:4]) | st.sampled_from(TOKENS), min_size=1, max_size=9)
+
+
+@st.composite
+def entry_of(draw: st.DrawFn) -> tuple[list[int], Sequence[int] | None, str, bool]:
+    tokens = draw(tokens_of)
+    kind = draw(st.sampled_from(["any", "any", "none", "cuts"]))
+    if kind == "cuts" and len(tokens) > 1:
+        cuts: Sequence[int] | None = sorted(draw(st.sets(st.integers(1, len(tokens) - 1), min_size=1, max_size=3)))
+    else:
+        cuts = ANYWHERE if kind == "any" else NOWHERE
+    return tokens, cuts, draw(st.sampled_from("aab")), draw(st.integers(0, 3)) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(entries=st.lists(entry_of(), min_size=1, max_size=14), requests=st.lists(tokens_of, min_size=1, max_size=8))
+def test_match_equals_a_look_at_every_entry(
+    entries: list[tuple[list[int], Sequence[int] | None, str, bool]], requests: list[list[int]]
+) -> None:
+    now = time.time()
+    ahead = 0.0
+    rows: dict[str, dict[tuple[int, ...], Row]] = {"a": {}, "b": {}}
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        patch.setattr(time, "time", lambda: now + ahead)
+        stores = {name: stack.enter_context(Store(f"{folder}/kv", fingerprint=name, cache_ram_mib=0)) for name in rows}
+        for tokens, cuts, fingerprint, expires in entries:
+            id = put(stores[fingerprint], tokens, cuts, ttl=10 if expires else None)
+            rows[fingerprint][tuple(tokens)] = Row(id, tuple(tokens), cuts, expires)
+        ahead = 11
+        for fingerprint, known in rows.items():
+            listed = list(known.values())
+            for request in [*requests, *([*r.tokens, 1] for r in listed), *(r.tokens[:-1] or (5,) for r in listed)]:
+                check(stores[fingerprint], listed, request)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(2, 4))
+def test_match_is_exact_among_many_entries_with_common_starts(random: Any, alphabet: int) -> None:
+    with Store(":memory:", cache_ram_mib=0) as store:
+        rows: dict[tuple[int, ...], Row] = {}
+        for _ in range(60):
+            tokens = tuple(random.choice(TOKENS[:alphabet]) for _ in range(random.randint(1, 12)))
+            cuts = random.choice([ANYWHERE, NOWHERE])
+            rows[tokens] = Row(put(store, tokens, cuts), tokens, cuts)
+        for _ in range(60):
+            check(store, list(rows.values()), [random.choice(TOKENS[:alphabet]) for _ in range(random.randint(1, 14))])
+        for tokens in random.sample(list(rows), len(rows) // 2):
+            assert store.delete(rows.pop(tokens).id)
+            check(store, list(rows.values()), tokens)
+
+
+@pytest.mark.parametrize("model", ["jamba-2026.10.11549-fa", "gemma3-2026.10.11549-fa", "mamba-2026.10.11549-fa"])
+def test_a_state_that_cannot_be_cut_matches_whole_or_up_to_a_checkpoint(model: str, store: Store) -> None:
+    tokens, blob = real(f"{model}-a")
+    request = [*tokens.tolist(), 7, 8]
+    entry = store.put(tokens, blob)
+    wrong = -12345
+    for n_equal in (1, 94, 95, 96, 98, 99, 100, 129, 130, 131, 133, 134, 136):
+        expected = 134 if n_equal >= 134 else max((c for c in (95, 99, 130) if c <= n_equal), default=0)
+        for asked in (request[:n_equal], [*request[:n_equal], wrong] if n_equal < 136 else request):
+            found = store.match(asked)
+            assert (0 if found is None else found.n_common) == expected
+            if found is not None:
+                assert found.entry.id == entry.id
+                # What match promises, get gives.
+                saved = store.get(entry.id, n_tokens=found.n_common)
+                assert saved is not None
+                assert saved.tokens.tolist() == request[:expected]
+
+
+def test_an_entry_that_can_be_cut_wins_where_it_shares_more(store: Store) -> None:
+    tokens, blob = real("jamba-2026.10.11549-fa-a")
+    jamba = store.put(tokens, blob)
+    other = tokens.tolist()[:97]
+    plain = store.put([*other, 5], state([*other, 5]), entry_class="pinned")
+    for n, expected, entry in ((95, 95, None), (97, 97, plain), (98, 97, plain), (99, 99, jamba), (129, 99, jamba)):
+        found = store.match(tokens[:n])
+        assert found is not None
+        assert found.n_common == expected
+        if entry is not None:
+            assert found.entry.id == entry.id
+
+
+def test_expired_neighbours_are_passed_over(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = list(range(20))
+    kept = put(store, [*base[:10], 500], ANYWHERE)
+    for n in range(40):
+        put(store, [*base, n], ANYWHERE if n % 2 else NOWHERE, ttl=5)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 6)
+    found = store.match([*base, 20])
+    assert found is not None
+    assert (found.entry.id, found.n_common) == (kept, 10)
+
+
+def test_the_longest_of_nested_prefixes_is_found_through_all_of_them(store: Store) -> None:
+    tokens = list(range(200))
+    ids = {n: put(store, tokens[:n], NOWHERE) for n in range(1, 200, 3)}
+    for n in range(1, 200):
+        found = store.match([*tokens[:n], -9])
+        at = max(m for m in ids if m <= n)
+        assert found is not None
+        assert (found.entry.id, found.n_common) == (ids[at], at)
+
+
+def test_no_entry_serves_a_request_that_differs_in_its_first_token(store: Store) -> None:
+    for first in TOKENS:
+        if first != -1:
+            put(store, [first, 1, 2], ANYWHERE)
+    assert store.match([-1, 1, 2]) is None
+    assert store.match([-2]) is None
+
+
+def test_long_keys_are_compared_to_the_end(store: Store) -> None:
+    tokens = np.arange(40_000, dtype=np.int32)
+    entry = store.put(tokens, state(tokens.tolist(), row=8, layers=1))
+    for n in (1, 255, 256, 257, 16_384, 39_999, 40_000):
+        asked = tokens.copy()
+        asked[n:] = -1
+        found = store.match(asked)
+        assert found is not None
+        assert (found.entry.id, found.n_common) == (entry.id, n)
+
+
+def test_match_sees_puts_that_are_not_on_disk_yet(open_store: Any, path: Any) -> None:
+    import apsw
+
+    store = open_store(write_behind=True)
+    on_disk = [1, 2, 3, 4]
+    put(store, on_disk, ANYWHERE)
+    store.flush()
+    other = apsw.Connection(str(path))
+    other.execute("BEGIN IMMEDIATE")  # nothing gets to the disk meanwhile
+    try:
+        rows = [Row(store.match(on_disk).entry.id, tuple(on_disk), ANYWHERE)]  # type: ignore[union-attr]
+        for tokens, cuts in (([1, 2, 3, 9, 9], ANYWHERE), ([1, 2, 5, 6], NOWHERE), ([7, 8, 9, 10], (2, 3))):
+            rows.append(Row(put(store, tokens, cuts), tuple(tokens), cuts))
+        for request in ([1, 2, 3, 9], [1, 2, 5, 6, 7], [1, 2, 5], [7, 8], [7], [7, 8, 9, 11], [1, 2, 3, 4], [3]):
+            check(store, rows, request)
+    finally:
+        with suppress(apsw.Error):
+            other.execute("ROLLBACK")
+        other.close()
+    store.flush()
+    for request in ([1, 2, 3, 9], [1, 2, 5, 6, 7], [1, 2, 5], [7, 8], [7], [7, 8, 9, 11], [1, 2, 3, 4], [3]):
+        check(store, rows, request)
+
+
+def test_a_prefix_is_learned_only_from_an_entry_that_serves_all_of_it(store: Store) -> None:
+    tokens, blob = real("jamba-2026.10.11549-fa-a")
+    store.put(tokens, blob)
+    with pytest.raises(NotFoundError):
+        store.learn(tokens[:97])
+    learned = store.learn(tokens[:99])
+    assert (learned.n_tokens, learned.entry_class, learned.parent) == (99, "learned", None)
+
+
+def test_equal_tokens_are_found_whatever_their_bytes(store: Store) -> None:
+    for n, token in enumerate(TOKENS):
+        put(store, [token] * 5, ANYWHERE if n % 2 else NOWHERE)
+    for token in TOKENS:
+        found = store.match([token] * 6)
+        assert found is not None
+        assert found.n_common == 5
+        saved = store.get(found.entry.id)
+        assert saved is not None
+        assert saved.tokens.tolist() == [token] * 5
+
+
+def test_noise_is_never_cut(store: Store) -> None:
+    for seed in range(20):
+        put_at = store.put([seed, 1, 2], noise(seed, 500 + 37 * seed))
+        assert store.match([seed, 1]) is None
+        assert store.match([seed, 1, 2]) is not None
+        assert store.entry(put_at.id) is not None
