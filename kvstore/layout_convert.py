@@ -22,15 +22,24 @@ from .records import Bytes, Section, Stream, Tokens
 from .slotfile import head_bytes, read_head
 
 _NO_SEQUENCE = ("context", "session file")
+_CHECKPOINT_FILE_VERSION = 4
 
 
-def convert(blob: Blob, like: Blob | Layout, *, tokens: npt.ArrayLike | None = None, slot: int | None = None) -> Bytes:
+def convert(
+    blob: Blob,
+    like: Blob | Layout,
+    *,
+    tokens: npt.ArrayLike | None = None,
+    slot: int | None = None,
+    checkpoints: bool | None = None,
+) -> Bytes:
     """The state as the server that wrote `like` would have written it. shape (n_bytes,), uint8, newly allocated.
 
-    `like` is a state of the same model and KV type, or its layout. `tokens` (int32, one a cell) are needed where a
-    state in memory becomes a file, or gains the token in its M-RoPE bytes. `slot` is the slot it is for; None: that of
-    `like`. Checkpoints are rewritten too where `like` has some, and left out where it has none. Raises LayoutError,
-    which says what differs, where the states are of different models or KV types, or rows would have to be computed.
+    `like` is a state of the same model and KV type, or its layout; a single token will do. `tokens` (int32, one a cell)
+    are needed where a state in memory becomes a file, or gains the token in its M-RoPE bytes. `slot` is the slot it is
+    for; None: that of `like`. `checkpoints` says whether they are rewritten too or left out; None: left out where
+    `like` shows that its server does not read them. Raises LayoutError, which says what differs, where the states are
+    of different models or KV types, or rows would have to be computed.
     """
     data = as_bytes(blob)
     layout = parse(data)
@@ -44,11 +53,12 @@ def convert(blob: Blob, like: Blob | Layout, *, tokens: npt.ArrayLike | None = N
         slot = _slot_of(target) if isinstance(like, Layout) else _sequence_id(as_bytes(like), target)
     ids = _tokens(data, layout, tokens)
     rewrite = _Rewrite(target, slot, ids)
+    keep = _reads_checkpoints(target) if checkpoints is None else checkpoints
     return assemble(
         [
             *_head(data, layout, target, slot, ids),
             *rewrite.parts(data, layout.parts, target.parts),
-            *_checkpoints(data, layout, rewrite),
+            *(_checkpoints(data, layout, rewrite) if keep else []),
         ]
     )
 
@@ -70,6 +80,19 @@ def _sequence_id(data: Bytes, like: Layout) -> int:
             at = stream.start + 12 + part.cell_ext
             return int(data[at : at + 4].view("<i4")[0])
     return _slot_of(like)
+
+
+def _reads_checkpoints(like: Layout) -> bool:
+    """Whether the server that wrote `like` may read checkpoints, which a short state does not show by having some.
+
+    llama-server writes them since October 2026, as it writes file version 4 and rotation words; before, it ignores
+    them. The engine's own functions never do: their memory has a header, and their files list the tokens plainly.
+    """
+    if like.checkpoints is not None:
+        return True
+    if like.envelope == "slot file":
+        return bool(like.tokens_packed) and (like.file_version or 0) >= _CHECKPOINT_FILE_VERSION
+    return like.envelope == "sequence" and all(p.rotation is not None for p in like.attention)
 
 
 def _tokens(data: Bytes, layout: Layout, tokens: npt.ArrayLike | None) -> Tokens | None:
@@ -231,8 +254,8 @@ class _Moved(Writer):
 
 
 def _checkpoints(data: Bytes, layout: Layout, rewrite: _Rewrite) -> list[Piece]:
-    """The checkpoints, rewritten, for a server that keeps some."""
-    if not layout.checkpoints or rewrite.like.checkpoints is None:
+    """The checkpoints, rewritten."""
+    if not layout.checkpoints:
         return []
     out: list[Piece] = [CHECKPOINT_MAGIC + struct.pack("<II", CHECKPOINT_VERSION, len(layout.checkpoints))]
     for c in layout.checkpoints:
