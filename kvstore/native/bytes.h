@@ -14,6 +14,8 @@
 
 #if defined(_MSC_VER) && !defined(__clang__)
 #define KV_INLINE static __forceinline
+#elif defined(__GNUC__)
+#define KV_INLINE static inline __attribute__((always_inline))
 #else
 #define KV_INLINE static inline
 #endif

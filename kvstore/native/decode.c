@@ -76,45 +76,56 @@ int kv_check(const uint8_t *delta, uint64_t n, uint64_t parent_size, uint64_t *o
 }
 
 #if KV_SSE2
-/* Whole lines of 64 bytes go out with streaming stores; what does not fill one yet waits in `line`. */
+/* Whole lines of 64 bytes go out with streaming stores. Short pieces are gathered in `stage` first, as is what does not
+ * fill a line; `to` is aligned, and what is staged belongs there. */
+enum { STAGE = 4096, SHORT = 2048 };
+
 typedef struct {
     uint8_t *to;
-    unsigned waiting;
-    uint8_t line[64];
+    uint64_t staged;
+    uint8_t stage[STAGE];
 } stream;
 
-KV_INLINE void stream_line(uint8_t *to, const uint8_t *from)
+static void stream_lines(stream *s, const uint8_t *from, uint64_t n)
 {
-    __m128i a = _mm_loadu_si128((const __m128i *)from);
-    __m128i b = _mm_loadu_si128((const __m128i *)(from + 16));
-    __m128i c = _mm_loadu_si128((const __m128i *)(from + 32));
-    __m128i d = _mm_loadu_si128((const __m128i *)(from + 48));
-    _mm_stream_si128((__m128i *)to, a);
-    _mm_stream_si128((__m128i *)(to + 16), b);
-    _mm_stream_si128((__m128i *)(to + 32), c);
-    _mm_stream_si128((__m128i *)(to + 48), d);
+    uint8_t *to = s->to;
+    for (; n >= 64; n -= 64, from += 64, to += 64) {
+        __m128i a = _mm_loadu_si128((const __m128i *)from);
+        __m128i b = _mm_loadu_si128((const __m128i *)(from + 16));
+        __m128i c = _mm_loadu_si128((const __m128i *)(from + 32));
+        __m128i d = _mm_loadu_si128((const __m128i *)(from + 48));
+        _mm_stream_si128((__m128i *)to, a);
+        _mm_stream_si128((__m128i *)(to + 16), b);
+        _mm_stream_si128((__m128i *)(to + 32), c);
+        _mm_stream_si128((__m128i *)(to + 48), d);
+    }
+    s->to = to;
+}
+
+static void stage(stream *s, const uint8_t *from, uint64_t n)
+{
+    memcpy(s->stage + s->staged, from, (size_t)n);
+    s->staged += n;
 }
 
 static void stream_write(stream *s, const uint8_t *from, uint64_t n)
 {
-    if (s->waiting) {
-        uint64_t part = 64 - s->waiting < n ? 64 - s->waiting : n;
-        memcpy(s->line + s->waiting, from, (size_t)part);
-        s->waiting += (unsigned)part;
-        from += part;
-        n -= part;
-        if (s->waiting < 64)
-            return;
-        stream_line(s->to, s->line);
-        s->to += 64;
-        s->waiting = 0;
+    if (n >= SHORT) {
+        uint64_t part = (64 - (s->staged & 63)) & 63;
+        stage(s, from, part);
+        stream_lines(s, s->stage, s->staged);
+        s->staged = 0;
+        stream_lines(s, from + part, n - part);
+        stage(s, from + n - ((n - part) & 63), (n - part) & 63);
+        return;
     }
-    uint8_t *to = s->to;
-    for (; n >= 64; n -= 64, from += 64, to += 64)
-        stream_line(to, from);
-    s->to = to;
-    memcpy(s->line, from, (size_t)n);
-    s->waiting = (unsigned)n;
+    uint64_t part = n < STAGE - s->staged ? n : STAGE - s->staged;
+    stage(s, from, part);
+    if (s->staged == STAGE) {
+        stream_lines(s, s->stage, STAGE);
+        s->staged = 0;
+        stage(s, from + part, n - part);
+    }
 }
 #endif
 
@@ -131,7 +142,7 @@ int kv_apply(const uint8_t *delta, uint64_t n, const uint8_t *parent, uint64_t p
     int streaming = out_size >= STREAM_FROM;
     stream s;
     s.to = out;
-    s.waiting = 0;
+    s.staged = 0;
     uint64_t head = (64 - (uint64_t)((uintptr_t)out & 63)) & 63;
 #endif
     for (; ops > 0; ops--) {
@@ -165,7 +176,7 @@ int kv_apply(const uint8_t *delta, uint64_t n, const uint8_t *parent, uint64_t p
     }
 #if KV_SSE2
     if (streaming) {
-        memcpy(s.to, s.line, s.waiting);
+        memcpy(s.to, s.stage, (size_t)s.staged);
         _mm_sfence();
     }
 #endif
