@@ -5,7 +5,7 @@ A state that continues a stored prefix is kept as a byte-exact delta against it.
 
 from importlib.metadata import PackageNotFoundError, version
 
-from . import bkvd, layout, meta, slotfile
+from . import bkvd, layout, meta, operate, slotfile
 from .check import Problem
 from .errors import (
     BusyError,
@@ -70,5 +70,6 @@ __all__ = [
     "bkvd",
     "layout",
     "meta",
+    "operate",
     "slotfile",
 ]

@@ -1,56 +1,264 @@
-"""`verify`: says what is wrong with a store. Reads only."""
+"""`verify`: says what is wrong with a store. Reads only, and goes as far as a damaged file lets it.
+
+Each invariant of schema.sql is a question of its own; what fails to answer is itself a finding. The digests are checked
+family by family, a parent and its children by one job, which holds the parent's state and one child's at a time.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
-from . import blobs, queries
-from .db import Database
-from .errors import CorruptStoreError
+from . import audit, bkvd, blobs, db, queries
+from .db import Connection, Database
+from .errors import CorruptStoreError, DeltaError, KVStoreError, MigrationError
 from .hashing import digest
-from .records import hex_id
-from .shelf import Damaged, Shelf
+from .records import Bytes, Entry, hex_id
+from .shelf import cuts_of
+
+Progress: TypeAlias = Callable[[int, int], None]  # bytes done, bytes in all
+Remedy: TypeAlias = Literal["drop", "rows", "totals", "cuts", "salvage"]
+# What the layers below raise on damaged rows: a value of another type, a text that is no UTF-8.
+Unreadable = (KVStoreError, UnicodeDecodeError, TypeError, ValueError)
+_REMEDIES: dict[str, Remedy] = {"no-orphan": "rows", "staged": "rows", "totals": "totals", "cuts": "cuts"}
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that does not hold. `invariant` is its name in schema.sql; `entry` the id it concerns, or None."""
+    """One thing that does not hold. `invariant` is its name in schema.sql, or "sqlite"; `entry` the id it concerns.
+
+    `remedy` is what `repair` does about it: "drop" the entry, delete "rows" that refer to nothing, count "totals" or find
+    "cuts" anew; "salvage" where only a new file helps.
+    """
 
     invariant: str
     entry: int | None
     text: str
+    remedy: Remedy = "salvage"
 
     def __str__(self) -> str:
         return self.text if self.entry is None else f"{hex_id(self.entry)}: {self.text}"
 
+    def as_dict(self) -> dict[str, str | None]:
+        """JSON-ready."""
+        entry = None if self.entry is None else hex_id(self.entry)
+        return {"invariant": self.invariant, "entry": entry, "text": self.text, "remedy": self.remedy}
 
-def verify(database: Database, shelf: Shelf) -> list[Problem]:
-    """Every problem of a store: SQLite's own checks, the rows that refer to nothing, and every digest."""
-    problems: list[Problem] = []
-    try:
-        with database.read() as c:
-            problems += [Problem("sqlite", None, text) for text in queries.integrity(c)]
-            problems += [
-                Problem("no-orphan", None, f"{n} rows of {table} refer to nothing") for table, n in queries.orphans(c).items()
-            ]
-            ids = queries.all_ids(c)
-        for id in ids:
-            with database.read() as c:
-                entry = queries.entry(c, id, None)
-                if entry is None:
-                    continue
-                try:
-                    main, draft = shelf.fresh(c, entry)
-                except Damaged as damage:
-                    problems.append(Problem("digest", id, damage.reason))
-                    continue
-                for row in queries.blobs(c, id):
-                    state = main if row.part == "main" else draft
-                    if state is None or digest(state) != row.digest:
-                        problems.append(Problem("digest", id, f"its {row.part} state fails its digest"))
-    except CorruptStoreError as error:
-        problems.append(Problem("sqlite", None, error.message))
+
+class Lenient(Database):
+    """Connections that read a file which is shorter than it says, as far as it goes. Read-only."""
+
+    def __init__(self, path: str, *, key: str | None = None) -> None:
+        super().__init__(path, readonly=True, key=key)
+
+    def _set(self, connection: Connection, pragma: str, value: int | str) -> None:
+        # Before anything is read: with this set SQLite takes the file's own size for that in its header.
+        connection.pragma("writable_schema", 1)
+        super()._set(connection, pragma, value)
+
+
+def verify(database: Database, *, jobs: int = 1, progress: Progress | None = None) -> list[Problem]:
+    """Every problem of a store, each with its entry. `progress` is called as the digests are checked."""
+    problems = list(_structure(database))
+    ids, lost = all_ids(database)
+    problems += lost
+    named = {p.entry for p in problems if p.remedy == "drop"}
+    problems += [p for p in _states(database, ids, jobs, progress) if p.entry not in named or p.remedy != "drop"]
     return problems
 
 
-__all__ = ["Problem", "blobs", "verify"]
+def _structure(database: Database) -> Iterator[Problem]:
+    """SQLite's checks and the invariants that rows can answer."""
+    try:
+        with database.read() as c:
+            yield from [Problem("sqlite", None, text) for text in queries.integrity(c)]
+    except Unreadable as error:
+        yield Problem("sqlite", None, _say(error))
+    for name, question in audit.INVARIANTS:
+        try:
+            with database.read() as c:
+                found = list(question(c))
+        except Unreadable as error:
+            yield Problem(name, None, f"cannot be checked: {_say(error)}")
+            continue
+        # An entry of a lost fingerprint is never served.
+        remedy = "drop" if question is audit.lost_fingerprint else _REMEDIES.get(name, "drop")
+        yield from [Problem(name, entry, text, remedy) for entry, text in found]
+
+
+def all_ids(database: Database) -> tuple[list[int], list[Problem]]:
+    """The ids of all entries, also those whose row in one table is lost but not in another; and the problems met."""
+    problems: list[Problem] = []
+
+    def read(sql: str, low: int, high: int) -> tuple[list[int], bool]:
+        found: list[int] = []
+        try:
+            with database.read() as c:
+                for (id,) in c.execute(sql, (low, high)):
+                    found.append(id)
+        except Unreadable:
+            return found, True
+        return found, False
+
+    try:
+        with database.read() as c:
+            return queries.all_ids(c), problems
+    except Unreadable as error:
+        problems.append(Problem("sqlite", None, f"the list of entries is damaged: {_say(error)}"))
+    ids: set[int] = set()
+    for sql in audit.ID_SOURCES:
+        ids |= audit.walk(read, sql)
+    return sorted(ids), problems
+
+
+@dataclass(slots=True)
+class _Group:
+    """A whole entry and those stored against it."""
+
+    root: int
+    children: list[int]
+    n_bytes: int
+
+
+def _states(database: Database, ids: list[int], jobs: int, progress: Progress | None) -> Iterator[Problem]:
+    groups: dict[int, _Group] = {}
+    for id in ids:
+        try:
+            with database.read() as c:
+                entry = queries.entry(c, id, None)
+        except Unreadable as error:
+            yield Problem("whole-entry", id, f"its rows cannot be read: {_say(error)}", "salvage")
+            continue
+        if entry is None:
+            continue  # removed meanwhile, or named by whole-entry
+        group = groups.setdefault(entry.parent or id, _Group(entry.parent or id, [], 0))
+        if entry.parent is not None:
+            group.children.append(id)
+        group.n_bytes += entry.size
+    total = sum(group.n_bytes for group in groups.values())
+    done = 0
+
+    def check(group: _Group) -> tuple[_Group, list[Problem]]:
+        return group, list(_check_group(database, group.root, group.children))
+
+    for group, problems in _mapped(check, list(groups.values()), jobs):
+        yield from problems
+        done += group.n_bytes
+        if progress is not None:
+            progress(done, total)
+
+
+def _mapped(
+    check: Callable[[_Group], tuple[_Group, list[Problem]]], groups: list[_Group], jobs: int
+) -> Iterable[tuple[_Group, list[Problem]]]:
+    if jobs <= 1 or len(groups) <= 1:
+        yield from map(check, groups)
+        return
+    pool = ThreadPoolExecutor(jobs, "kvstore-verify")
+    try:
+        yield from pool.map(check, groups)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _check_group(database: Database, root: int, children: list[int]) -> Iterator[Problem]:
+    problems, states = _check_entry(database, root, None, {})
+    yield from problems
+    if not children:
+        return
+    for child in children:
+        found, _ = _check_entry(database, child, root, states)
+        yield from found
+
+
+def _check_entry(
+    database: Database, id: int, parent: int | None, of_parent: dict[str, Bytes]
+) -> tuple[list[Problem], dict[str, Bytes]]:
+    """The problems of an entry, and those of its states that are right."""
+    problems: list[Problem] = []
+    states: dict[str, Bytes] = {}
+    try:
+        with database.read() as c:
+            entry = queries.entry(c, id, None)
+            if entry is None:
+                return [], {}
+            if entry.parent != parent:  # rebuilt meanwhile
+                parent, of_parent = entry.parent, {}
+                if parent is not None:
+                    of_parent = _check_entry(database, parent, None, {})[1]
+            for row in queries.blobs(c, id):
+                try:
+                    states[row.part] = _state(c, entry, row, of_parent)
+                except (blobs.UnreadableBlob, DeltaError) as error:
+                    problems.append(Problem("digest", id, f"its {row.part} state: {error}", "drop"))
+            if "main" in states:
+                problems += _check_cuts(c, entry, states["main"])
+    except Unreadable as error:
+        problems.append(Problem("digest", id, f"it cannot be read: {_say(error)}", "drop"))
+    return problems, states
+
+
+def _state(c: Connection, entry: Entry, row: queries.BlobRow, of_parent: dict[str, Bytes]) -> Bytes:
+    """A state as it was put. Raises UnreadableBlob or DeltaError."""
+    stored = blobs.read(c, row)
+    if row.kind == "bkvd":
+        parent = of_parent.get(row.part)
+        if entry.parent is None or parent is None:
+            raise DeltaError(f"the {row.part} state of its parent is damaged or not there")
+        stored = bkvd.decode(stored, parent, entry.parent)
+    if digest(stored) != row.digest:
+        raise blobs.UnreadableBlob("it fails its digest")
+    return stored
+
+
+def _check_cuts(c: Connection, entry: Entry, main: Bytes) -> list[Problem]:
+    real = cuts_of(main, entry.n_tokens)
+    said = queries.cut_any(c, entry.id), tuple(queries.cut_counts(c, entry.id))
+    if said == (real.any, real.counts):
+        return []
+    text = f"it says that it can be cut at {_cuts(*said)}; it can at {_cuts(real.any, real.counts)}"
+    return [Problem("cuts", entry.id, text, "cuts")]
+
+
+def _cuts(any_token: bool, counts: tuple[int, ...]) -> str:
+    return "any token" if any_token else ", ".join(map(str, counts)) or "none"
+
+
+def _say(error: Exception) -> str:
+    return error.message if isinstance(error, KVStoreError) else f"a damaged value ({error})"
+
+
+def verify_file(path: str, *, key: str | None = None, jobs: int = 1, progress: Progress | None = None) -> list[Problem]:
+    """`verify` of a file that nobody has open here, or that cannot even be opened. Never writes to it.
+
+    Raises what has nothing to do with damage: NotAStoreError, NewerStoreError, WrongKeyError, StoreIOError.
+    """
+    database = Lenient(path, key=key)
+    try:
+        with suppress(CorruptStoreError), database.exclusive() as c:
+            if db.user_version(c) < db.SCHEMA_VERSION:
+                raise MigrationError(f"{path} has schema version {db.user_version(c)}", hint="upgrade it: `kvstore migrate`")
+        problems = verify(database, jobs=jobs, progress=progress)
+    finally:
+        database.close()
+    short = _missing_bytes(path)
+    if short:
+        problems.insert(0, Problem("sqlite", None, f"{short} bytes are missing at the end of the file"))
+    return problems
+
+
+def _missing_bytes(path: str) -> int:
+    """By how much a file without a log is shorter than its header says."""
+    if os.path.exists(path + "-wal") and os.path.getsize(path + "-wal"):
+        return 0
+    with open(path, "rb") as f:
+        header = f.read(100)
+    if header[:16] != b"SQLite format 3\0" or header[24:28] != header[92:96]:
+        return 0
+    page = int.from_bytes(header[16:18], "big")
+    return max(0, (65536 if page == 1 else page) * int.from_bytes(header[28:32], "big") - os.path.getsize(path))
+

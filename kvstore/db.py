@@ -383,6 +383,10 @@ class Database:
                 return int(connection.pragma("page_count")) * int(connection.pragma("page_size"))
         return os.stat(self.path).st_size + self.wal_bytes()
 
+    @property
+    def encrypted(self) -> bool:
+        return self._key is not None
+
     def sibling(self, path: str) -> Database:
         """Another file, opened for writing as this one is: with the same key and timeout."""
         return Database(path, timeout=self.timeout, key=self._key)

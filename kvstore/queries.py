@@ -175,6 +175,12 @@ def set_stored(c: Connection, id: int, stored: int, parent: int | None) -> None:
     )
 
 
+def family_flags(c: Connection, id: int) -> tuple[bool, bool]:
+    """Whether an entry was counted in its family as saved, and as reused."""
+    row = c.execute("SELECT saved, reused FROM meta WHERE entry = ?", (signed(id),)).fetchone()
+    return (False, False) if row is None else (bool(row[0]), bool(row[1]))
+
+
 def set_family_flags(c: Connection, id: int, saved: bool, reused: bool) -> None:
     c.execute("UPDATE meta SET saved=?, reused=? WHERE entry=?", (int(saved), int(reused), signed(id)))
 

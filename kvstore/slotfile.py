@@ -82,7 +82,7 @@ def read(path_or_bytes: str | os.PathLike[str] | Blob) -> SlotFile:
     the file cannot be read, is of another kind, or ends inside its token list.
     """
     is_path = isinstance(path_or_bytes, (str, os.PathLike))
-    data = _load(os.fspath(path_or_bytes)) if is_path else as_bytes(path_or_bytes)
+    data = load(path_or_bytes) if is_path else as_bytes(path_or_bytes)
     head = read_head(data)
     return SlotFile(
         tokens=head.tokens,
@@ -213,9 +213,13 @@ def write(path: str | os.PathLike[str], file: SlotFile) -> None:
     A server may abort on a file that is cut short, so the bytes go to a temporary file in the same directory, which
     takes the name once it is synced. Raises SlotFileError, or DiskFullError; then the directory is as it was.
     """
+    write_parts(path, [_head_of(file), as_bytes(file.state).data])
+
+
+def write_parts(path: str | os.PathLike[str], parts: Iterable[bytes | memoryview]) -> None:
+    """Writes any bytes as `write` writes a file."""
     path = os.fspath(path)
     folder, name = os.path.split(os.path.abspath(path))
-    parts: list[bytes | memoryview] = [_head_of(file), as_bytes(file.state).data]
     temporary = os.path.join(folder, f".{name[:200]}.{secrets.token_hex(6)}.tmp")
     try:
         _write_parts(temporary, parts)
@@ -266,8 +270,8 @@ def _sync_folder(folder: str) -> None:
         os.close(fd)
 
 
-def _load(path: str) -> Bytes:
-    """The file's bytes in one buffer."""
+def load(path: str | os.PathLike[str]) -> Bytes:
+    """A file's bytes in one buffer. Raises SlotFileError where it cannot be read."""
     try:
         with open(path, "rb", buffering=0) as f:
             size = os.fstat(f.fileno()).st_size

@@ -152,6 +152,7 @@ class Store:
         created = False
         memory = self.path == db.MEMORY
         if not memory:
+            self.path = os.path.abspath(self.path)  # connections are opened later too, in whatever folder we are then
             db.refuse_network_filesystem(self.path)
             if readonly:
                 if not os.path.exists(self.path):
@@ -453,13 +454,14 @@ class Store:
         """Figures of the file and of this Store's RAM layer."""
         self._settle()
         engine = self._engine
-        with engine.db.read() as c:
+        # No transaction of this process may be on its way: counts that it took would be neither here nor there.
+        with engine.db.exclusive(), engine.db.read() as c:
             totals = queries.totals(c)
             counts = queries.counters(c)
             families = queries.family_totals(c)
             page_size, _, free = queries.pages(c)
-        for name, by in engine.tally.counts().items():
-            counts[name] = counts.get(name, 0) + by
+            for name, by in engine.tally.counts().items():
+                counts[name] = counts.get(name, 0) + by
         prefix = "evicted_"
         return Stats(
             entries={name: totals[name].entries for name in CLASSES},
@@ -485,7 +487,7 @@ class Store:
     def verify(self) -> list[check.Problem]:
         """Checks the file and every digest; reads only. An empty list is a clean store."""
         self._settle()
-        return check.verify(self._engine.db, self._engine.shelf)
+        return check.verify(self._engine.db)
 
     def gc(self) -> list[int]:
         """Removes what expired, and gives all free space back to the file system; the ids that went."""

@@ -1,0 +1,177 @@
+"""The SQL of `verify`, `repair` and `salvage`: a question for each invariant of schema.sql, and walks past damage."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from . import queries
+from .db import Connection
+from .queries import signed, unsigned
+
+Finding: TypeAlias = "tuple[int | None, str]"  # the entry, what is wrong with it
+
+# The most ranges that a walk past damage looks into: a damaged page costs about 20.
+MAX_RANGES = 1 << 14
+
+
+def whole_entry(c: Connection) -> Iterator[Finding]:
+    for (id,) in c.execute("SELECT id FROM entries WHERE id NOT IN (SELECT entry FROM meta)"):
+        yield unsigned(id), "it has no row in meta"
+    sql = "SELECT id FROM entries WHERE id NOT IN (SELECT entry FROM blobs WHERE part = 'main' AND entry IS NOT NULL)"
+    for (id,) in c.execute(sql):
+        yield unsigned(id), "it has no main state"
+
+
+def delta_parent(c: Connection) -> Iterator[Finding]:
+    sql = """SELECT b.entry, b.part, m.parent, p.entry IS NOT NULL,
+ p.parent IS NOT NULL OR EXISTS (SELECT 1 FROM blobs d WHERE d.entry = m.parent AND d.kind <> 'full')
+FROM blobs b JOIN meta m ON m.entry = b.entry LEFT JOIN meta p ON p.entry = m.parent WHERE b.kind = 'bkvd'"""
+    for id, part, parent, there, is_delta in c.execute(sql):
+        if parent is None:
+            yield unsigned(id), f"its {part} state is a delta, and it has no parent"
+        elif not there:
+            yield unsigned(id), f"its parent {unsigned(parent):016x} is not there"
+        elif is_delta:
+            yield unsigned(id), f"its parent {unsigned(parent):016x} is itself not whole"
+
+
+def chunks_complete(c: Connection) -> Iterator[Finding]:
+    sql = """SELECT b.entry, b.part, b.stored, count(c.id), coalesce(sum(length(c.data)), 0), min(c.seq), max(c.seq)
+FROM blobs b LEFT JOIN chunks c ON c.blob = b.id WHERE b.entry IS NOT NULL GROUP BY b.id"""
+    for id, part, stored, n, n_bytes, first, last in c.execute(sql):
+        if n_bytes != stored or not n or first != 0 or last != n - 1:
+            yield unsigned(id), f"its {part} state has {n_bytes} of {stored} bytes in {n} chunks"
+
+
+_ORPHANS = (
+    ("meta", "entry", "entry NOT IN (SELECT id FROM entries)"),
+    ("blobs", "entry", "entry IS NOT NULL AND entry NOT IN (SELECT id FROM entries)"),
+    ("cuts", "entry", "entry NOT IN (SELECT id FROM entries)"),
+    ("chunks", "NULL", "blob NOT IN (SELECT id FROM blobs)"),
+)
+
+
+def no_orphan(c: Connection) -> Iterator[Finding]:
+    for table, column, condition in _ORPHANS:
+        for id, n in c.execute(f"SELECT {column}, count(*) FROM {table} WHERE {condition} GROUP BY 1"):
+            yield None if id is None else unsigned(id), f"{n} rows of {table} refer to nothing"
+
+
+def lost_fingerprint(c: Connection) -> Iterator[Finding]:
+    for (id,) in c.execute("SELECT id FROM entries WHERE fingerprint NOT IN (SELECT id FROM fingerprints)"):
+        yield unsigned(id), "its fingerprint is not there"
+
+
+def staged(c: Connection) -> Iterator[Finding]:
+    for blob, has_entry in c.execute("SELECT id, entry IS NOT NULL FROM blobs WHERE (entry IS NULL) <> (writer IS NOT NULL)"):
+        yield None, f"blob {blob} {'belongs to an entry and has' if has_entry else 'has no entry and no'} writer"
+
+
+_SUMS = "SELECT class, count(*), sum(size), sum(stored) FROM meta GROUP BY class"
+
+
+def totals(c: Connection) -> Iterator[Finding]:
+    sums = {row[0]: row[1:] for row in c.execute(_SUMS)}
+    held = {name: (t.entries, t.size, t.stored) for name, t in queries.totals(c).items()}
+    for name in sorted(sums.keys() | held.keys()):
+        if sums.get(name, (0, 0, 0)) != held.get(name):
+            yield None, f"totals of {name} entries are {held.get(name)}, the sums {sums.get(name, (0, 0, 0))}"
+    sql = """SELECT m.entry, m.size, m.stored, sum(b.size), sum(b.stored) FROM meta m JOIN blobs b ON b.entry = m.entry
+GROUP BY m.entry HAVING m.size <> sum(b.size) OR m.stored <> sum(b.stored)"""
+    for id, size, stored, b_size, b_stored in c.execute(sql):
+        yield unsigned(id), f"it has {size} and {stored} bytes in meta, {b_size} and {b_stored} in its states"
+
+
+def rebuild_totals(c: Connection) -> None:
+    """Sets the sizes in meta and the sums in totals to what the states have."""
+    c.execute(
+        """UPDATE meta SET (size, stored) = (SELECT sum(size), sum(stored) FROM blobs WHERE blobs.entry = meta.entry)
+ WHERE EXISTS (SELECT 1 FROM blobs WHERE blobs.entry = meta.entry)"""
+    )
+    c.execute("DELETE FROM totals")
+    c.execute("INSERT INTO totals VALUES('normal', 0, 0, 0), ('learned', 0, 0, 0), ('pinned', 0, 0, 0)")
+    c.execute(f"INSERT OR REPLACE INTO totals {_SUMS}")
+
+
+def cuts(c: Connection) -> Iterator[Finding]:
+    sql = """SELECT k.entry, k.n_tokens, e.cut_any, k.n_tokens >= e.n_tokens
+ OR k.fingerprint <> e.fingerprint OR k.tokens <> substr(e.tokens, 1, 4 * k.n_tokens)
+FROM cuts k JOIN entries e ON e.id = k.entry"""
+    for id, n, cut_any, wrong in c.execute(sql):
+        if cut_any or wrong:
+            yield unsigned(id), f"its cut at {n} tokens is wrong"
+
+
+def set_cuts(c: Connection, id: int, cut_any: bool, counts: tuple[int, ...]) -> None:
+    c.execute("DELETE FROM cuts WHERE entry = ?", (signed(id),))
+    c.execute("UPDATE entries SET cut_any = ? WHERE id = ?", (int(cut_any), signed(id)))
+    row = c.execute("SELECT fingerprint, tokens FROM entries WHERE id = ?", (signed(id),)).fetchone()
+    if row is not None and not cut_any:
+        queries.insert_cuts(c, id, row[0], row[1], counts)
+
+
+INVARIANTS: tuple[tuple[str, Callable[[Connection], Iterator[Finding]]], ...] = (
+    ("whole-entry", whole_entry),
+    ("delta-parent", delta_parent),
+    ("chunks-complete", chunks_complete),
+    ("no-orphan", no_orphan),
+    ("no-orphan", lost_fingerprint),
+    ("staged", staged),
+    ("totals", totals),
+    ("cuts", cuts),
+)
+
+
+def reindex(c: Connection) -> None:
+    c.execute("REINDEX")
+
+
+# -- walks past damage: ids from wherever they can be read
+
+# A column of ids, and the b-tree it is read from (NOT INDEXED: the table itself).
+ID_SOURCES = (
+    "SELECT id FROM entries NOT INDEXED WHERE id BETWEEN ? AND ?",
+    "SELECT entry FROM meta NOT INDEXED WHERE entry BETWEEN ? AND ?",
+    "SELECT entry FROM blobs WHERE entry BETWEEN ? AND ?",
+)
+
+
+def walk(read: Callable[[str, int, int], tuple[list[int], bool]], sql: str) -> set[int]:
+    """The values that `sql` gives between two bounds, wherever they can be read.
+
+    `read` gives the values up to the first damage, and whether there was any. Damage is closed in from both sides; what
+    lies between is halved, so that one damaged page hides its own rows alone.
+    """
+    found: set[int] = set()
+    ranges = deque([(-(1 << 63), (1 << 63) - 1)])
+    for _ in range(MAX_RANGES):
+        if not ranges:
+            break
+        low, high = ranges.popleft()
+        up, damaged = read(sql + " ORDER BY 1", low, high)
+        found.update(up)
+        if not damaged:
+            continue
+        low = up[-1] + 1 if up else low
+        down, _ = read(sql + " ORDER BY 1 DESC", low, high)
+        found.update(down)
+        high = down[-1] - 1 if down else high
+        if low < high:
+            middle = (low + high) // 2
+            ranges += [(low, middle), (middle + 1, high)]
+    return {unsigned(id) for id in found}
+
+
+def tokens_by_index(c: Connection, id: int) -> tuple[int, bytes] | None:
+    """(fingerprint, tokens) of an entry from the prefix index, where its own row cannot be read."""
+    sql = """SELECT fingerprint, tokens FROM entries INDEXED BY entries_by_tokens
+ WHERE +id = ? AND fingerprint > 0 AND cut_any IN (0, 1)"""
+    row = c.execute(sql, (signed(id),)).fetchone()
+    return None if row is None else (row[0], row[1])
+
+
+def fingerprint_text(c: Connection, fingerprint: int) -> str | None:
+    row = c.execute("SELECT text FROM fingerprints WHERE id = ?", (fingerprint,)).fetchone()
+    return None if row is None else row[0]

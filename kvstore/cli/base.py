@@ -1,0 +1,199 @@
+"""What all commands share: how errors end, how a store is opened, how ids and values are read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+import numpy as np
+from click.shell_completion import CompletionItem
+
+from .. import Entry, InvalidInputError, KVStoreError, NotFoundError, Store, StoreIOError
+from . import screen
+
+F = TypeVar("F", bound=Callable[..., Any])
+INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell sees SIGINT and SIGPIPE
+MAX_CANDIDATES = 10
+
+
+class Commands(click.Group):
+    """The group of commands: in the order they were added, with the exit codes of kvstore's error table."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def main(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, *, standalone_mode: bool = True, **extra: Any
+    ) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        code: int | None
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")  # a terminal may not know every character of a prompt
+        try:
+            code = super().main(words, prog_name or "kvstore", standalone_mode=False, **extra)
+            sys.stdout.flush()
+        except KVStoreError as error:
+            code = error.exit_code
+            _report("--json" in words, error.as_dict(), error.message, error.hint)
+        except click.ClickException as error:
+            code = error.exit_code
+            if "--json" in words:
+                _report(True, {"code": "usage", "message": error.format_message()}, "", "")
+            else:
+                error.show()
+        except (click.Abort, KeyboardInterrupt):
+            code = INTERRUPTED
+            screen.note("interrupted")
+        except BrokenPipeError:
+            code = BROKEN_PIPE
+            # What is still buffered has nowhere to go when the interpreter ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except MemoryError:
+            code = 1
+            _report("--json" in words, {"code": "memory", "message": "not enough memory"}, "not enough memory", "")
+        if not standalone_mode:
+            return code
+        sys.exit(code or 0)
+
+
+def _report(as_json: bool, facts: dict[str, Any], message: str, hint: str) -> None:
+    if as_json:
+        click.echo(json.dumps({"error": facts}, default=str), err=True)
+        return
+    click.echo(f"kvstore: {message}", err=True)
+    if hint:
+        click.echo(f"hint: {hint}", err=True)
+
+
+def example(*lines: str) -> str:
+    """The epilog of a command's help."""
+    return "\b\nExample:\n" + "\n".join("  " + line for line in lines)
+
+
+def _complete_store(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_id(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    try:
+        with open_store(ctx.params["store"], ctx.params.get("key_file")) as store:
+            found = [e for e in store.entries() if e.hex_id.startswith(incomplete.lower())]
+    except (KVStoreError, KeyError, OSError):
+        return []
+    return [CompletionItem(e.hex_id, help=f"{e.n_tokens} tokens  {screen.excerpt(e.excerpt)[:60]}") for e in found[:200]]
+
+
+def common(function: F) -> F:
+    """The store's path, --key-file and --json."""
+    function = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")(function)
+    function = click.option(
+        "--key-file", type=click.Path(dir_okay=False), help="A file with the key of an encrypted store."
+    )(function)
+    return click.argument("store", type=click.Path(), shell_complete=_complete_store)(function)
+
+
+def key_of(key_file: str | None) -> str | None:
+    if key_file is None:
+        return None
+    try:
+        key = Path(key_file).read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"the key file {key_file} can not be read: {error}") from None
+    if not key:
+        raise InvalidInputError(f"the key file {key_file} is empty")
+    return key
+
+
+def open_store(path: str, key_file: str | None = None, *, create: bool = False, readonly: bool = True, **more: Any) -> Store:
+    if not create and not os.path.exists(path):
+        raise StoreIOError(f"{path} does not exist", path=path, hint="give the path of a kvstore file")
+    return Store(path, readonly=readonly, cache_ram_mib=more.pop("cache_ram_mib", 0), key=key_of(key_file), **more)
+
+
+def find(store: Store, wanted: Sequence[str]) -> list[Entry]:
+    """The entries of ids, which may be shortened as long as they are unique. Raises NotFoundError, InvalidInputError."""
+    prefixes = [w.lower() for w in wanted]
+    for text in prefixes:
+        if not re.fullmatch("[0-9a-f]{1,16}", text):
+            raise InvalidInputError(f"{text!r} is no id", hint="ids are 1 to 16 hex digits: see `kvstore ls`")
+    short = {p for p in prefixes if len(p) < 16}
+    matches: dict[str, list[Entry]] = {p: [] for p in prefixes}
+    if short:
+        for entry in store.entries():
+            for prefix in short:
+                if entry.hex_id.startswith(prefix):
+                    matches[prefix].append(entry)
+    for prefix in set(prefixes) - short:
+        found = store.entry(int(prefix, 16)) if int(prefix, 16) else None
+        matches[prefix] = [] if found is None else [found]
+    return [_only(prefix, matches[prefix]) for prefix in dict.fromkeys(prefixes)]
+
+
+def _only(prefix: str, found: list[Entry]) -> Entry:
+    if not found:
+        raise NotFoundError(f"no entry {prefix}", hint="see `kvstore ls`", id=prefix)
+    if len(found) > 1:
+        lines = [f"\n  {e.hex_id}  {e.n_tokens:,} tokens  {screen.excerpt(e.excerpt)[:50]}".rstrip() for e in found]
+        more = f"\n  and {len(found) - MAX_CANDIDATES} more" if len(found) > MAX_CANDIDATES else ""
+        raise InvalidInputError(
+            f"{prefix} is the start of {len(found)} ids:" + "".join(lines[:MAX_CANDIDATES]) + more,
+            hint="give more digits",
+            candidates=[e.hex_id for e in found],
+        )
+    return found[0]
+
+
+def id_width(entries: Sequence[Entry]) -> int:
+    """How many digits tell these ids apart, 8 at least."""
+    ids = {e.hex_id for e in entries}
+    for width in range(8, 16):
+        if len({id[:width] for id in ids}) == len(ids):
+            return width
+    return 16
+
+
+class Duration(click.ParamType[int]):
+    """Seconds, or a number with s, m, h or d; "never" is 0."""
+
+    name = "duration"
+    _units = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        if value == "never":
+            return 0
+        match = re.fullmatch(r"(\d+)([smhdw]?)", value)
+        if not match or int(match[1]) == 0:
+            self.fail(f"{value!r} is no duration: give 90s, 15m, 12h, 7d, or never", param, ctx)
+        return int(match[1]) * self._units[match[2]]
+
+
+def tokens_of(text: str) -> Any:
+    """Token ids from a JSON list, or from a file with one ("-": stdin)."""
+    try:
+        if not text.lstrip().startswith("["):
+            text = sys.stdin.read() if text == "-" else Path(text).read_text(encoding="utf-8")
+        values = json.loads(text if text.lstrip().startswith("[") else "[" + ",".join(text.split()) + "]")
+        tokens = np.array(values)
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"no tokens in --tokens: {error}", hint="give a JSON list, or a file with one") from None
+    return tokens
+
+
+def usage(message: str) -> NoReturn:
+    raise click.UsageError(message, click.get_current_context())
+
+
+def binary_stdout() -> Any:
+    """stdout for bytes. Refuses a terminal."""
+    if sys.stdout.isatty():
+        usage("stdout is a terminal, and the data is binary: give a file, or redirect it")
+    return sys.stdout.buffer

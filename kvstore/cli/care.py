@@ -1,0 +1,175 @@
+"""Commands that look after the file: verify, repair, migrate, backup."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from .. import CorruptStoreError, MigrationError, Problem, operate, upgrade
+from . import base, screen
+
+DAMAGED = CorruptStoreError.exit_code
+REMEDIES = {
+    "drop": "drop the entry",
+    "rows": "delete the rows",
+    "totals": "count anew",
+    "cuts": "find anew",
+    "salvage": "none in place",
+}
+
+
+def _check(store: str, key_file: str | None, jobs: int) -> list[Problem]:
+    with screen.progress("checking digests") as moved:
+        return operate.verify(store, key=base.key_of(key_file), jobs=jobs, progress=moved)
+
+
+def _table(problems: list[Problem]) -> None:
+    grid = screen.Grid("invariant", "entry", "repair", "problem")
+    for p in problems:
+        grid.row(p.invariant, "-" if p.entry is None else f"{p.entry:016x}", REMEDIES[p.remedy], screen.excerpt(p.text))
+    grid.show()
+
+
+_jobs = click.option("-j", "--jobs", type=click.IntRange(1, 64), default=min(4, os.cpu_count() or 1), show_default=True,
+                     help="States to check at a time; each needs the memory of a state and its parent.")
+
+
+@click.command(epilog=base.example("kvstore verify cache.db --jobs 4"))
+@base.common
+@_jobs
+def verify(store: str, key_file: str | None, as_json: bool, jobs: int) -> int:
+    """Check the file, every invariant and every digest. Reads only; exit status 16 where something is wrong."""
+    problems = _check(store, key_file, jobs)
+    if as_json:
+        screen.data({"ok": not problems, "problems": [p.as_dict() for p in problems]})
+    elif problems:
+        _table(problems)
+        screen.note(f"{screen.plural(len(problems), 'problem')}: see `kvstore repair -h`")
+    else:
+        click.echo("no problems")
+    return DAMAGED if problems else 0
+
+
+@click.command(epilog=base.example("kvstore repair cache.db", "kvstore repair cache.db --salvage new.db"))
+@base.common
+@_jobs
+@click.option("--yes", is_flag=True, help="Do it; without this it is only said.")
+@click.option("--salvage", "new", type=click.Path(), metavar="NEW",
+              help="Copy every readable entry to the new file NEW; STORE stays as it is.")
+def repair(store: str, key_file: str | None, as_json: bool, jobs: int, yes: bool, new: str | None) -> int:
+    """Drop what cannot be served, and nothing else; without --yes only say what that is."""
+    if new is not None:
+        return _salvage(store, key_file, as_json, new)
+    problems = _check(store, key_file, jobs)
+    removed: list[int] = []
+    left = problems
+    if problems and yes:
+        try:
+            with base.open_store(store, key_file, readonly=False) as opened:
+                removed = operate.repair(opened, problems)
+        except CorruptStoreError as error:
+            screen.note(f"kvstore: {error.message}")
+        left = _check(store, key_file, jobs)
+    if as_json:
+        facts = {"found": [p.as_dict() for p in problems], "left": [p.as_dict() for p in left]}
+        screen.data({**facts, "removed": [f"{id:016x}" for id in removed], "dry_run": not yes})
+        return DAMAGED if left else 0
+    if not problems:
+        click.echo("no problems")
+        return 0
+    _table(problems)
+    if yes:
+        for id in removed:
+            screen.note(f"dropped {id:016x}")
+        screen.note(f"{screen.plural(len(removed), 'entry', 'entries')} dropped, {screen.plural(len(left), 'problem')} left")
+    else:
+        n = len({p.entry for p in problems if p.remedy == "drop"})
+        screen.note(f"{screen.plural(n, 'entry', 'entries')} would be dropped: --yes does it")
+    if left and any(p.remedy == "salvage" for p in left):
+        screen.note("the file itself is damaged: `kvstore repair --salvage NEW` copies every readable entry")
+    return DAMAGED if left else 0
+
+
+def _salvage(store: str, key_file: str | None, as_json: bool, new: str) -> int:
+    with screen.progress("salvaging") as moved:
+        found = operate.salvage(store, new, key=base.key_of(key_file), progress=moved)
+    if as_json:
+        copied = [f"{id:016x}" for id in found.entries]
+        screen.data({"salvaged": copied, "lost": [p.as_dict() for p in found.lost], "to": new})
+    else:
+        if found.lost:
+            _table(list(found.lost))
+        n = len({p.entry for p in found.lost if p.entry is not None})
+        screen.note(f"{screen.plural(len(found.entries), 'entry', 'entries')} copied to {new}, {n} lost")
+    return 0
+
+
+@click.command(epilog=base.example("kvstore migrate cache.db --dry-run"))
+@base.common
+@click.option("--dry-run", is_flag=True, help="Only say what would happen.")
+@click.option("--no-backup", is_flag=True, help="Do not keep the old file.")
+def migrate(store: str, key_file: str | None, as_json: bool, dry_run: bool, no_backup: bool) -> None:
+    """Upgrade STORE to the schema of this version. Opening it does the same; the old file stays beside it."""
+    key = base.key_of(key_file)
+    if dry_run:
+        plan = upgrade.dry_run(store, key=key)
+        if as_json:
+            screen.data(plan.as_dict())
+        else:
+            rows = [("file", plan.path), ("schema", f"version {plan.from_version}, to become {plan.to_version}")]
+            rows += [(f"step {s.number}", f"{s.name}: {s.description}") for s in plan.steps]
+            if plan.steps:
+                rows += [
+                    ("entries", f"{plan.entries:,}"),
+                    ("needs", f"{screen.mib(plan.needed)} MiB of the {screen.mib(plan.free)} MiB that are free"),
+                    ("backup", plan.backup or "none"),
+                ]
+            else:
+                rows.append(("to do", "nothing"))
+            screen.pairs(rows)
+            _records([(r.id, r.what, r.kept) for r in plan.records])
+        if plan.problem is not None:
+            raise MigrationError(plan.problem)
+        return
+    with screen.progress("upgrading") as moved:
+        report = upgrade.upgrade(store, moved, key=key, backup=not no_backup)
+    if as_json:
+        screen.data({"upgraded": report is not None, **({} if report is None else report.as_dict())})
+    elif report is None:
+        click.echo("nothing to do")
+    else:
+        screen.pairs(
+            [
+                ("schema", f"version {report.to_version}, {report.from_version} before"),
+                ("entries", f"{report.entries:,} in {report.seconds:.1f} s"),
+                ("old file", report.backup or "not kept"),
+            ]
+        )
+        _records([(r.id, r.what, r.kept) for r in report.records])
+
+
+def _records(records: list[tuple[int, str, bool]]) -> None:
+    if not records:
+        return
+    click.echo()
+    grid = screen.Grid("entry", "", "what")
+    for id, what, kept in records:
+        grid.row(f"{id:016x}", "kept" if kept else "left out", what)
+    grid.show()
+
+
+@click.command(epilog=base.example("kvstore backup cache.db cache-monday.db"))
+@base.common
+@click.argument("target", type=click.Path(dir_okay=False))
+def backup(store: str, key_file: str | None, as_json: bool, target: str) -> None:
+    """Copy STORE, which may be in use, to the new file TARGET: complete, or not there at all."""
+    with base.open_store(store, key_file) as opened, screen.progress("copying") as moved:
+        operate.backup(opened, target, progress=moved)
+    size = os.path.getsize(target)
+    if as_json:
+        screen.data({"to": target, "bytes": size})
+    else:
+        screen.note(f"{screen.mib(size)} MiB copied to {target}")
+
+

@@ -1,0 +1,175 @@
+"""Commands that change entries: rm, set, learn, gc."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from .. import Entry, NotFoundError, operate
+from . import base, screen
+from .look import family_of
+
+
+@click.command(epilog=base.example("kvstore rm cache.db 3f2a 77b0", "kvstore rm cache.db --unused --dry-run"))
+@base.common
+@click.argument("ids", nargs=-1, shell_complete=base.complete_id)
+@click.option("--family", help="All entries of this family.")
+@click.option("--unused", is_flag=True, help="All entries that never served.")
+@click.option("--older", type=base.Duration(), help="All entries not used for this long: 12h, 30d.")
+@click.option("--class", "entry_class", type=click.Choice(["normal", "learned", "pinned"]), help="Of these, this class.")
+@click.option("--children", type=click.Choice(["keep", "drop"]),
+              help="What becomes of entries stored against one that goes: keep rebuilds them whole.")
+@click.option("--secure", is_flag=True, help="Leave no byte of them in the file: it is written anew.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+def rm(
+    store: str,
+    key_file: str | None,
+    as_json: bool,
+    ids: tuple[str, ...],
+    family: str | None,
+    unused: bool,
+    older: int | None,
+    entry_class: str | None,
+    children: str | None,
+    secure: bool,
+    dry_run: bool,
+) -> None:
+    """Remove entries: IDS, or those that the options choose (learned and pinned ones only by id or --class)."""
+    chosen = family is not None or unused or older or entry_class is not None
+    if bool(ids) == bool(chosen):
+        base.usage("give ids, or options that choose entries, not both" if ids else "give ids, or options that choose entries")
+    with base.open_store(store, key_file, readonly=dry_run) as opened:
+        entries = list(opened.entries())
+        if ids:
+            gone = base.find(opened, ids)
+        else:
+            number = family_of(family)
+            gone = [e for e in entries if _chosen(e, number, unused, older or None, entry_class)]
+        going = {e.id for e in gone}
+        orphans = [e for e in entries if e.parent in going and e.id not in going]
+        if orphans and children is None:
+            names = ", ".join(sorted(e.hex_id for e in orphans)[:5])
+            base.usage(
+                f"{screen.plural(len(orphans), 'entry is', 'entries are')} stored against these ({names}"
+                f"{', ...' if len(orphans) > 5 else ''}): give --children keep or --children drop"
+            )
+        removed = [e.hex_id for e in gone] + ([e.hex_id for e in orphans] if children == "drop" else [])
+        if not dry_run:
+            removed = []
+            # Children before parents: none is rebuilt that goes as well.
+            for entry in sorted(gone, key=lambda e: e.parent is None):
+                removed += [f"{id:016x}" for id in opened.delete(entry.id, children=children or "drop")]
+            if secure:
+                operate.wipe(opened)
+    if as_json:
+        screen.data({"removed": removed, "dry_run": dry_run})
+    else:
+        for text in removed:
+            click.echo(text)
+        screen.note(f"{screen.plural(len(removed), 'entry', 'entries')} {'would be ' if dry_run else ''}removed")
+
+
+def _chosen(e: Entry, family: int | None, unused: bool, older: int | None, entry_class: str | None) -> bool:
+    return (
+        (family is None or e.family == family)
+        and not (unused and e.hits)
+        and (older is None or screen.seconds_since(e.last_used) >= older)
+        and e.entry_class == (entry_class or "normal")
+    )
+
+
+@click.command("set", epilog=base.example("kvstore set cache.db 3f2a --class pinned", "kvstore set cache.db 3f2a --ttl 7d"))
+@base.common
+@click.argument("ids", nargs=-1, required=True, shell_complete=base.complete_id)
+@click.option("--class", "entry_class", type=click.Choice(["normal", "learned", "pinned"]))
+@click.option("--ttl", type=base.Duration(), help="Expires after this from now: 90s, 15m, 12h, 7d, or never.")
+def set_(
+    store: str, key_file: str | None, as_json: bool, ids: tuple[str, ...], entry_class: Any, ttl: int | None
+) -> None:
+    """Change the class of entries, or when they expire. A learned entry is a parent for others; it is stored whole."""
+    if entry_class is None and ttl is None:
+        base.usage("give --class or --ttl")
+    with base.open_store(store, key_file, readonly=False) as opened:
+        changed = [
+            opened.set(e.id, entry_class=entry_class, source="admin", ttl=ttl) for e in base.find(opened, ids)
+        ]
+    if as_json:
+        screen.data([e.as_dict() for e in changed])
+        return
+    grid = screen.Grid("id", "class", "expires")
+    for e in changed:
+        grid.row(e.hex_id, e.entry_class, screen.expiry(e))
+    grid.show()
+
+
+@click.command(
+    epilog=base.example("kvstore learn cache.db 3f2a --n-tokens 1024", "kvstore learn cache.db --tokens prefix.json")
+)
+@base.common
+@click.argument("id", required=False, shell_complete=base.complete_id)
+@click.option("--n-tokens", type=click.IntRange(1), help="How many of its tokens; without it all.")
+@click.option("--tokens", help="The prefix itself: a JSON list, or a file with one.")
+@click.option("--fingerprint", default=None, help="With --tokens: of the entries to look among.")
+@click.option("--min-saved", type=click.FloatRange(0), default=16.0, show_default=True,
+              help="Share where it saves so many MiB.")
+def learn(
+    store: str,
+    key_file: str | None,
+    as_json: bool,
+    id: str | None,
+    n_tokens: int | None,
+    tokens: str | None,
+    fingerprint: str | None,
+    min_saved: float,
+) -> None:
+    """Cut a learned prefix out of a stored state, and store the entries that continue it against it."""
+    if (id is None) == (tokens is None):
+        base.usage("give an id or --tokens")
+    wanted: Any = None if tokens is None else base.tokens_of(tokens)
+    if id is not None:
+        with base.open_store(store, key_file) as opened:
+            (entry,) = base.find(opened, [id])
+            wanted, fingerprint = entry.id, operate.fingerprint(opened, entry.id)
+    with base.open_store(
+        store, key_file, readonly=False, fingerprint=fingerprint or "", min_saved_mib=min_saved
+    ) as opened:
+        before = {e.id: e for e in opened.entries()}
+        learned = opened.learn(wanted, n_tokens)
+        shared = [e for e in opened.entries() if e.parent == learned.id and e.id in before]
+        saved = sum(before[e.id].stored - e.stored for e in shared)
+        found = opened.entry(learned.id)
+    if found is None:
+        raise NotFoundError(f"entry {learned.hex_id} is gone", id=learned.hex_id)
+    if as_json:
+        screen.data({**found.as_dict(), "shared": [e.hex_id for e in shared], "saved_bytes": saved})
+        return
+    click.echo(found.hex_id)
+    screen.note(
+        f"learned {screen.plural(found.n_tokens, 'token')}, {screen.mib(found.size)} MiB; "
+        f"{screen.plural(len(shared), 'entry is', 'entries are')} now stored against it, which saves {screen.mib(saved)} MiB"
+    )
+
+
+@click.command(epilog=base.example("kvstore gc cache.db", "kvstore gc cache.db --secure"))
+@base.common
+@click.option("--secure", is_flag=True, help="Also wipe what was deleted before: the file is written anew.")
+def gc(store: str, key_file: str | None, as_json: bool, secure: bool) -> None:
+    """Remove what has expired, and give free space back to the disk."""
+    with base.open_store(store, key_file, readonly=False) as opened:
+        before = opened.stats().file_bytes
+        removed = opened.gc()
+        if secure:
+            operate.wipe(opened)
+        after = opened.stats().file_bytes
+    if as_json:
+        gone = [f"{id:016x}" for id in removed]
+        screen.data({"removed": gone, "bytes_before": before, "bytes_after": after, "wiped": secure})
+        return
+    screen.pairs(
+        [
+            ("expired", screen.plural(len(removed), "entry", "entries")),
+            ("file", f"{screen.mib(after)} MiB, {screen.mib(before)} before"),
+            *([("wiped", "nothing that was deleted is left in the file")] if secure else []),
+        ]
+    )

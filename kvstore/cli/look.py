@@ -1,0 +1,275 @@
+"""Commands that look: ls, show, tree, stats. They read, also while others write."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import click
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+from rich.tree import Tree
+
+from .. import Entry, LayoutError, Store, layout, operate, slotfile
+from . import base, screen
+
+SORTS: dict[str, Callable[[Entry], Any]] = {
+    "used": lambda e: -e.last_used,
+    "created": lambda e: -e.created_at,
+    "size": lambda e: -e.size,
+    "stored": lambda e: -e.stored,
+    "tokens": lambda e: -e.n_tokens,
+    "hits": lambda e: -e.hits,
+}
+STYLES = {"learned": "cyan", "pinned": "yellow", "normal": ""}
+
+
+def family_of(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return int(text, 16)
+    except ValueError:
+        base.usage(f"{text!r} is no family: give its 16 hex digits")
+
+
+@click.command(epilog=base.example("kvstore ls cache.db --sort size", "kvstore ls cache.db --watch"))
+@base.common
+@click.option("--class", "entry_class", type=click.Choice(["normal", "learned", "pinned"]), help="Only this class.")
+@click.option("--family", help="Only this family (16 hex digits).")
+@click.option("--unused", is_flag=True, help="Only entries that never served.")
+@click.option("--sort", type=click.Choice(list(SORTS)), default="used", show_default=True)
+@click.option("-n", "--limit", type=click.IntRange(1), help="At most so many.")
+@click.option("--full-ids", is_flag=True, help="All 16 digits, as in a pipe.")
+@click.option("--watch", is_flag=True, help="Follow a store in use, until Ctrl-C.")
+@click.option("--every", type=click.FloatRange(0.05), default=1.0, show_default=True, help="Seconds between looks.")
+def ls(
+    store: str,
+    key_file: str | None,
+    as_json: bool,
+    entry_class: Any,
+    family: str | None,
+    unused: bool,
+    sort: str,
+    limit: int | None,
+    full_ids: bool,
+    watch: bool,
+    every: float,
+) -> None:
+    """List the entries of STORE, the last used first."""
+    number = family_of(family)
+
+    def look(opened: Store) -> list[Entry]:
+        found = [e for e in opened.entries(family=number, entry_class=entry_class) if not (unused and e.hits)]
+        return sorted(found, key=SORTS[sort])[:limit]
+
+    with base.open_store(store, key_file) as opened:
+        if watch:
+            _watch(opened, look, every, as_json, full_ids)
+        elif as_json:
+            screen.data([e.as_dict() for e in look(opened)])
+        else:
+            _table(look(opened), full_ids).show()
+
+
+def _table(entries: list[Entry], full_ids: bool) -> screen.Grid:
+    width = 16 if full_ids or not sys.stdout.isatty() else base.id_width(entries)
+    grid = screen.Grid("id", ">tokens", ">MiB", ">stored", "class", ">hits", "used", "expires", "parent", "excerpt")
+    for e in entries:
+        parent = "-" if e.parent is None else f"{e.parent:016x}"[:width]
+        grid.row(
+            Text(e.hex_id[:width], style="bold"),
+            f"{e.n_tokens:,}",
+            screen.mib(e.size),
+            screen.mib(e.stored),
+            Text(e.entry_class, style=STYLES[e.entry_class]),
+            f"{e.hits:,}",
+            screen.age(e.last_used),
+            screen.expiry(e),
+            parent,
+            screen.excerpt(e.excerpt),
+        )
+    return grid
+
+
+def _watch(
+    opened: Store, look: Callable[[Store], list[Entry]], every: float, as_json: bool, full_ids: bool
+) -> None:
+    def summary() -> Text:
+        stats = opened.stats()
+        return Text(
+            f"{screen.plural(sum(stats.entries.values()), 'entry', 'entries')}, {screen.mib(stats.size)} MiB as put, "
+            f"{screen.mib(stats.stored)} MiB stored, {stats.hits:,} hits, {stats.misses:,} misses",
+            style="dim",
+        )
+
+    try:
+        if as_json or not sys.stdout.isatty():
+            while True:
+                if as_json:
+                    screen.data([e.as_dict() for e in look(opened)])
+                else:
+                    _table(look(opened), full_ids).show()
+                    click.echo()
+                sys.stdout.flush()
+                time.sleep(every)
+        with Live(console=Console(highlight=False), auto_refresh=False, screen=True) as live:
+            while True:
+                rows = look(opened)[: max(1, live.console.size.height - 3)]
+                live.update(Group(summary(), Text(""), _table(rows, full_ids).table), refresh=True)
+                time.sleep(every)
+    except KeyboardInterrupt:
+        return  # how it is meant to end
+
+
+@click.command(epilog=base.example("kvstore show cache.db 3f2a", "kvstore show cache.db 3f2a --layout"))
+@base.common
+@click.argument("id", shell_complete=base.complete_id)
+@click.option("--layout", "with_layout", is_flag=True, help="Also read its state, and say how it is laid out.")
+@click.option("--tokens", "with_tokens", is_flag=True, help="Also its tokens.")
+def show(store: str, key_file: str | None, as_json: bool, id: str, with_layout: bool, with_tokens: bool) -> None:
+    """Show all that is known of an entry."""
+    with base.open_store(store, key_file) as opened:
+        (entry,) = base.find(opened, [id])
+        fingerprint, head = operate.fingerprint(opened, entry.id), operate.head(opened, entry.id)
+        children = [e for e in opened.entries() if e.parent == entry.id]
+        item = operate.export(opened, entry.id) if with_layout or with_tokens else None
+    came = None
+    if head is not None:
+        found = slotfile.with_head(head, (), b"")
+        came = {"kind": found.kind, "version": found.version, "packed": found.packed, "media": len(found.media)}
+    facts: dict[str, Any] = {
+        **entry.as_dict(),
+        "n_input": entry.n_input,
+        "ttl": entry.ttl,
+        "fingerprint": fingerprint,
+        "file": came,
+        "children": [e.hex_id for e in children],
+    }
+    if item is not None and with_tokens:
+        facts["tokens"] = item.tokens.tolist()
+    if item is not None and with_layout:
+        try:
+            facts["layout"] = layout.parse(item.main).as_dict()
+        except LayoutError as error:
+            facts["layout"] = None
+            screen.note(f"its layout is not understood: {error.message}")
+    if as_json:
+        screen.data(facts)
+        return
+    saved = entry.size - entry.stored
+    rows = [
+        ("id", entry.hex_id),
+        ("tokens", f"{entry.n_tokens:,}" + (f", {screen.plural(entry.n_images, 'image')}" if entry.n_images else "")),
+        ("class", f"{entry.entry_class} (by {entry.source})"),
+        ("size", f"{screen.mib(entry.size)} MiB"),
+        ("stored", f"{screen.mib(entry.stored)} MiB" + (f", {screen.mib(saved)} shared" if entry.parent else ", whole")),
+        ("parent", "-" if entry.parent is None else f"{entry.parent:016x}"),
+        ("children", str(len(children))),
+        ("created", f"{screen.date(entry.created_at)}, {screen.age(entry.created_at)}"),
+        ("used", f"{screen.date(entry.last_used)}, {screen.age(entry.last_used)}, {screen.plural(entry.hits, 'hit')}"),
+        ("expires", screen.expiry(entry)),
+        ("family", f"{entry.family:016x}"),
+        ("input", f"{screen.plural(entry.n_input, 'token')} of the request that made it"),
+        ("fingerprint", fingerprint or "-"),
+        ("came in", "no file" if came is None else f"a {came['kind']}, version {came['version']}"),
+        ("excerpt", screen.excerpt(entry.excerpt) or "-"),
+    ]
+    if with_tokens:
+        rows.append(("token ids", " ".join(map(str, facts["tokens"]))))
+    screen.pairs(rows)
+    if facts.get("layout"):
+        _show_layout(facts["layout"])
+
+
+def _show_layout(found: dict[str, Any]) -> None:
+    click.echo()
+    rows = [("envelope", found["envelope"]), ("can be cut", "at any token" if found["can_crop"] else "no")]
+    if found["checkpoints"]:
+        rows.append(("checkpoints", ", ".join(map(str, found["checkpoints"]))))
+    for part in found["parts"]:
+        size = screen.mib(part["to"] - part["from"])
+        cells = screen.plural(sum(part["cells"]), "cell")
+        rows.append((part["kind"], f"{cells}, {screen.plural(part['n_layer'], 'layer')}, {size} MiB"))
+    screen.pairs(rows)
+
+
+@click.command(epilog=base.example("kvstore tree cache.db"))
+@base.common
+@click.option("--family", help="Only this family (16 hex digits).")
+def tree(store: str, key_file: str | None, as_json: bool, family: str | None) -> None:
+    """Draw the prefixes of STORE with what is stored against them, and what sharing saves."""
+    with base.open_store(store, key_file) as opened:
+        entries = list(opened.entries(family=family_of(family)))
+    children: defaultdict[int | None, list[Entry]] = defaultdict(list)
+    known = {e.id for e in entries}
+    for e in sorted(entries, key=lambda e: (e.family, e.n_tokens, e.id)):
+        children[e.parent if e.parent in known else None].append(e)
+    # Those that share come first, the largest saving at the top.
+    roots = sorted(children[None], key=lambda e: (-sum(c.size - c.stored for c in children[e.id]), -e.size))
+    if as_json:
+        screen.data([{**e.as_dict(), "children": [c.as_dict() for c in children[e.id]]} for e in roots])
+        return
+    width = 16 if not sys.stdout.isatty() else base.id_width(entries)
+    size, stored = sum(e.size for e in entries), sum(e.stored for e in entries)
+    for root in roots:
+        own = children[root.id]
+        branch = Tree(_leaf(root, width, own), guide_style="dim")
+        for child in own:
+            branch.add(_leaf(child, width, []))
+        screen.show(branch)
+    total = f"{screen.plural(len(entries), 'entry', 'entries')}: {screen.mib(size)} MiB as put, {screen.mib(stored)} stored"
+    screen.show(Text(f"{total}, sharing saves {screen.mib(size - stored)} MiB", style="bold"))
+
+
+def _leaf(e: Entry, width: int, children: list[Entry]) -> Text:
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append(e.hex_id[:width], style="bold")
+    text.append(f"  {e.n_tokens:>7,} tokens  {screen.mib(e.size):>10} MiB")
+    text.append(f"  {screen.mib(e.stored):>10} stored", style="green" if e.parent else "")
+    if e.entry_class != "normal":
+        text.append(f"  {e.entry_class}", style=STYLES[e.entry_class])
+    if children:
+        text.append(f"  saves {screen.mib(sum(c.size - c.stored for c in children))} MiB", style="green")
+    if e.excerpt:
+        text.append(f"  {screen.excerpt(e.excerpt)}", style="dim")
+    return text
+
+
+@click.command(epilog=base.example("kvstore stats cache.db"))
+@base.common
+def stats(store: str, key_file: str | None, as_json: bool) -> None:
+    """Say what STORE holds, what it saves, and how it was used."""
+    with base.open_store(store, key_file) as opened:
+        found = opened.stats()
+        by_class: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
+        for entry in opened.entries():
+            by_class[entry.entry_class][0] += entry.size
+            by_class[entry.entry_class][1] += entry.stored
+    if as_json:
+        screen.data(found.as_dict())
+        return
+    grid = screen.Grid("class", ">entries", ">MiB", ">stored")
+    for name, n in found.entries.items():
+        grid.row(name, f"{n:,}", *(screen.mib(x) for x in by_class[name]))
+    grid.row("all", f"{sum(found.entries.values()):,}", screen.mib(found.size), screen.mib(found.stored), style="bold")
+    grid.show()
+    click.echo()
+    asked = found.hits + found.misses
+    rate = f" ({100 * found.hits / asked:.0f} %)" if asked else ""
+    evicted = ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in found.evictions.items()) or "none"
+    screen.pairs(
+        [
+            ("sharing saves", f"{screen.mib(found.size - found.stored)} MiB"),
+            ("file", f"{screen.mib(found.file_bytes)} MiB with its log, {screen.mib(found.free_bytes)} of them free"),
+            ("served", f"{found.hits:,} of {asked:,} requests{rate}, {found.tokens_served:,} tokens"),
+            ("put", f"{found.puts:,}, {found.shared_puts:,} of them shared"),
+            ("removed", evicted),
+            ("codec", f"{found.encode_seconds:.2f} s encoding, {found.decode_seconds:.2f} s decoding"),
+            ("families", f"{len(found.families):,}"),
+        ]
+    )

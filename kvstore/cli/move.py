@@ -1,0 +1,373 @@
+"""Commands that move entries in and out: put, get, import, export."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import click
+import numpy as np
+
+from .. import (
+    CorruptStoreError,
+    Entry,
+    InvalidInputError,
+    KVStoreError,
+    LayoutError,
+    NotFoundError,
+    SavedState,
+    SlotFileError,
+    Store,
+    layout,
+    operate,
+    slotfile,
+)
+from ..operate import Exported
+from ..slotfile import SlotFile
+from . import base, bundle, screen
+
+
+def _results(entries: list[tuple[str, Entry]], as_json: bool) -> None:
+    if as_json:
+        screen.data([{"file": name, **entry.as_dict()} for name, entry in entries])
+        return
+    if not entries:
+        return
+    grid = screen.Grid("id", ">tokens", ">MiB", ">stored", "class", "parent", "file")
+    for name, e in entries:
+        parent = "-" if e.parent is None else f"{e.parent:016x}"
+        grid.row(e.hex_id, f"{e.n_tokens:,}", screen.mib(e.size), screen.mib(e.stored), e.entry_class, parent, name)
+    grid.show()
+
+
+def _read_file(name: str) -> Any:
+    return sys.stdin.buffer.read() if name == "-" else slotfile.load(name)
+
+
+_min_saved = click.option(
+    "--min-saved", type=click.FloatRange(0), default=16.0, show_default=True, help="Share where it saves so many MiB."
+)
+_fingerprint = click.option(
+    "--fingerprint", default="", help="Names the model and its settings; states never cross from one to another."
+)
+
+
+@click.command(
+    epilog=base.example(
+        "kvstore put cache.db slots/chat.bin --excerpt 'Which kettle'",
+        "kvstore put cache.db slots/           # a whole --slot-save-path folder",
+        "kvstore put cache.db state.raw --tokens '[1, 15043, 3186]'",
+    )
+)
+@base.common
+@click.argument("files", nargs=-1, required=True, type=click.Path(allow_dash=True))
+@click.option("--tokens", help="The tokens of a raw state: a JSON list, or a file with one.")
+@click.option("--draft", type=click.Path(dir_okay=False), help="The state of the draft model, raw or a slot file.")
+@click.option("--class", "entry_class", type=click.Choice(["normal", "learned", "pinned"]), default="normal")
+@click.option("--ttl", type=base.Duration(), help="Expires after this: 90s, 15m, 12h, 7d.")
+@click.option("--excerpt", default="", help="The start of the first user message, for people.")
+@click.option("--n-system", type=click.IntRange(0), default=0, help="Tokens of the system block.")
+@_fingerprint
+@_min_saved
+@click.option("--whole", is_flag=True, help="Do not share it.")
+def put(
+    store: str,
+    key_file: str | None,
+    as_json: bool,
+    files: tuple[str, ...],
+    tokens: str | None,
+    draft: str | None,
+    entry_class: Any,
+    ttl: int | None,
+    excerpt: str,
+    n_system: int,
+    fingerprint: str,
+    min_saved: float,
+    whole: bool,
+) -> None:
+    """Store slot files, session files or raw states. STORE is made if it is not there; FILES may be folders."""
+    if (tokens or draft) and (len(files) > 1 or Path(files[0]).is_dir()):
+        base.usage("--tokens and --draft belong to a single file")
+    names = list(_expand(files))
+    done: list[tuple[str, Entry]] = []
+    with (
+        base.open_store(
+            store, key_file, create=True, readonly=False, fingerprint=fingerprint, min_saved_mib=min_saved
+        ) as opened,
+        screen.progress("storing") as moved,
+    ):
+        total = sum(os.path.getsize(n) for n in names if n != "-")
+        for name in names:
+            file = _file(name, tokens)
+            second = None if draft is None else _draft(draft)
+            entry = opened.put(
+                file.tokens,
+                file.state,
+                draft=second,
+                entry_class=entry_class,
+                source="admin" if entry_class != "normal" else "default",
+                ttl=ttl or None,
+                excerpt=excerpt,
+                n_system=min(n_system, len(file.tokens)),
+                share=not whole,
+                head=slotfile.head_of(file) if tokens is None else None,
+            )
+            done.append((name, entry))
+            moved(sum(e.size for _, e in done), total)
+            _remark(name, file)
+    _results(done, as_json)
+
+
+def _expand(files: tuple[str, ...]) -> Iterator[str]:
+    """The files, and those of the folders, the shortest first: what others continue is there before them."""
+    for name in files:
+        if name != "-" and Path(name).is_dir():
+            found, others = bundle.slot_files(Path(name))
+            for other in others:
+                screen.note(f"skipped {other}: no slot or session file")
+            yield from (str(path) for path in sorted(found, key=lambda path: path.stat().st_size))
+        else:
+            yield name
+
+
+def _file(name: str, tokens: str | None) -> SlotFile:
+    data = _read_file(name)
+    if tokens is not None:
+        return SlotFile(base.tokens_of(tokens), np.frombuffer(data, np.uint8))
+    try:
+        return slotfile.read(data)
+    except SlotFileError as error:
+        raise SlotFileError(f"{name}: {error.message}", hint=error.hint or "give the tokens of a raw state: --tokens") from None
+
+
+def _draft(name: str) -> Any:
+    data = _read_file(name)
+    return slotfile.read(data).state if bytes(memoryview(data)[:4]) in bundle.MAGICS else data
+
+
+def _remark(name: str, file: SlotFile) -> None:
+    try:
+        layout.parse(file.state)
+    except LayoutError:
+        screen.note(f"{name}: its layout is not understood, or it is cut short: stored whole, and served as a whole alone")
+
+
+@click.command(
+    epilog=base.example(
+        "kvstore get cache.db 3f2a slots/chat.bin", "kvstore get cache.db 3f2a - --format raw | sha256sum"
+    )
+)
+@base.common
+@click.argument("id", shell_complete=base.complete_id)
+@click.argument("out", type=click.Path(allow_dash=True, dir_okay=False))
+@click.option("--format", "form", type=click.Choice(["auto", "slot", "raw"]), default="auto", show_default=True,
+              help="auto: the file that was put, byte for byte.")
+@click.option("--n-tokens", type=click.IntRange(1), help="Cut to so many tokens.")
+@click.option("--draft", is_flag=True, help="The draft model's state instead, raw.")
+def get(
+    store: str, key_file: str | None, as_json: bool, id: str, out: str, form: str, n_tokens: int | None, draft: bool
+) -> None:
+    """Write an entry to the file OUT ("-": stdout), complete or not at all."""
+    if out == "-" and as_json:
+        base.usage("with --json the data needs a file")
+    with base.open_store(store, key_file) as opened:
+        (entry,) = base.find(opened, [id])
+        saved = opened.get(entry.id, n_tokens=n_tokens)
+        if saved is None:
+            if opened.entry(entry.id) is None:
+                raise NotFoundError(f"entry {entry.hex_id} is gone", id=entry.hex_id)
+            raise CorruptStoreError(f"entry {entry.hex_id} is damaged and can not be served", id=entry.hex_id)
+        parts = _parts(opened, saved, form, n_tokens, draft)
+    _write(out, parts)
+    if as_json:
+        screen.data({**entry.as_dict(), "file": out, "file_bytes": sum(memoryview(p).nbytes for p in parts)})
+
+
+def _parts(opened: Store, saved: SavedState, form: str, n_tokens: int | None, draft: bool) -> list[bytes | memoryview]:
+    if draft:
+        if saved.draft is None:
+            raise NotFoundError(f"entry {saved.entry.hex_id} has no draft state")
+        return [saved.draft.data]
+    head = operate.head(opened, saved.entry.id)
+    if form == "raw" or (form == "auto" and head is None):
+        return [saved.main.data]
+    file = slotfile.with_head(head, saved.tokens, saved.main)
+    if n_tokens is not None and file.media:
+        file = replace(file, media=tuple(m for m in file.media if m.start < n_tokens), padding=b"")
+    return [slotfile.head_bytes(file.kind, file.version, file.tokens, file.packed, file.media, file.padding), saved.main.data]
+
+
+def _write(out: str, parts: list[bytes | memoryview]) -> None:
+    if out != "-":
+        slotfile.write_parts(out, parts)
+        return
+    stream = base.binary_stdout()
+    for part in parts:
+        stream.write(part)
+    stream.flush()
+
+
+@click.command(
+    epilog=base.example(
+        "kvstore export cache.db --to backup/          # all entries, as slot files with their meta",
+        "kvstore export cache.db 3f2a 77b0 --to two.tar",
+        "kvstore export cache.db --to - | ssh box kvstore import cache.db -",
+    )
+)
+@base.common
+@click.argument("ids", nargs=-1, shell_complete=base.complete_id)
+@click.option("--to", "target", required=True, type=click.Path(allow_dash=True),
+              help='A folder, an archive (*.tar), or "-": an archive to stdout.')
+@click.option("--force", is_flag=True, help="Replace an archive that is there.")
+def export(
+    store: str, key_file: str | None, as_json: bool, ids: tuple[str, ...], target: str, force: bool
+) -> None:
+    """Write entries (all, or IDS) with everything that belongs to them, to be imported elsewhere."""
+    if target == "-" and as_json:
+        base.usage("with --json the data needs a file")
+    with ExitStack() as stack:
+        opened = stack.enter_context(base.open_store(store, key_file))
+        entries = base.find(opened, ids) if ids else list(opened.entries())
+        entries.sort(key=lambda e: (e.parent is not None, e.n_tokens, e.id))
+        moved = stack.enter_context(screen.progress("exporting"))
+        skipped: list[dict[str, str]] = []
+        items = _items(opened, entries, moved, skipped)
+        if target == "-":
+            n = bundle.to_tar(base.binary_stdout(), items)
+        elif target.endswith(".tar"):
+            n = _tar_file(target, items, force)
+        else:
+            n = bundle.to_folder(Path(target), items)
+    if as_json:
+        screen.data({"exported": n, "skipped": skipped, "to": target})
+    else:
+        screen.note(f"{screen.plural(n, 'entry', 'entries')} exported to {target}")
+    if skipped:
+        raise CorruptStoreError(f"{screen.plural(len(skipped), 'entry', 'entries')} could not be read")
+
+
+def _items(
+    opened: Store, entries: list[Entry], moved: Callable[[int, int], None], skipped: list[dict[str, str]]
+) -> Iterator[Exported]:
+    total, done = sum(e.size for e in entries), 0
+    for entry in entries:
+        try:
+            item = operate.export(opened, entry.id)
+        except KVStoreError as error:
+            screen.note(f"skipped {entry.hex_id}: {error.message}")
+            skipped.append({"id": entry.hex_id, "message": error.message})
+            continue
+        if item is not None:
+            yield item
+        done += entry.size
+        moved(done, total)
+
+
+def _tar_file(target: str, items: Iterator[Exported], force: bool) -> int:
+    if os.path.lexists(target) and not force:
+        raise InvalidInputError(f"{target} is there already", hint="give another name, or --force")
+    folder, name = os.path.split(os.path.abspath(target))
+    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(6)}.tmp")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "wb") as out:
+            n = bundle.to_tar(out, items)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, target)
+    except BaseException as error:
+        with suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError) and not isinstance(error, KVStoreError):
+            raise SlotFileError(f"cannot write {target}: {error.strerror}", hint="check the folder and the disk") from error
+        raise
+    return n
+
+
+@click.command(
+    "import",
+    epilog=base.example("kvstore import cache.db backup/", "kvstore import cache.db two.tar slots/chat.bin"),
+)
+@base.common
+@click.argument("sources", nargs=-1, required=True, type=click.Path(allow_dash=True))
+@_fingerprint
+@_min_saved
+def import_(
+    store: str, key_file: str | None, as_json: bool, sources: tuple[str, ...], fingerprint: str, min_saved: float
+) -> None:
+    """Take in what `export` wrote (folders, archives, "-": an archive from stdin), and slot and session files.
+
+    Exported entries keep their id, class, times and fingerprint, and are shared again; of other files --fingerprint is
+    that of their model.
+    """
+    done: list[tuple[str, Entry]] = []
+    failed: list[tuple[str, KVStoreError]] = []
+    with base.open_store(
+        store, key_file, create=True, readonly=False, fingerprint=fingerprint, min_saved_mib=min_saved
+    ) as opened:
+        for source in sources:
+            for name, item in _sources(source):
+                if isinstance(item, KVStoreError):
+                    failed.append((name, item))
+                    screen.note(f"skipped {name}: {item.message}")
+                    continue
+                if isinstance(item, SlotFile):
+                    done.append((name, opened.put(item.tokens, item.state, head=slotfile.head_of(item))))
+                    _remark(name, item)
+                    continue
+                entry = operate.restore(opened, item)
+                if entry is None:
+                    screen.note(f"skipped {name}: it has expired")
+                else:
+                    done.append((name, entry))
+    _results(done, as_json)
+    if failed:
+        raise failed[0][1]
+
+
+def _sources(source: str) -> Iterator[tuple[str, Exported | SlotFile | KVStoreError]]:
+    if source == "-":
+        yield from _archive(sys.stdin.buffer, 0)
+        return
+    path = Path(source)
+    if path.is_dir():
+        found, _ = bundle.slot_files(path)
+        with screen.progress("importing") as moved:
+            total, at = sum(p.stat().st_size for p in found), 0
+            for file in sorted(found, key=bundle.order):
+                try:
+                    item: Exported | SlotFile | KVStoreError = bundle.of_folder(file)
+                except KVStoreError as error:
+                    item = error
+                yield str(file), item
+                at += file.stat().st_size
+                moved(at, total)
+        return
+    try:
+        with path.open("rb") as stream:
+            is_slot = stream.read(4) in bundle.MAGICS
+            if not is_slot:
+                stream.seek(0)
+                yield from _archive(stream, path.stat().st_size)
+                return
+    except OSError as error:
+        raise SlotFileError(f"cannot read {source}: {error.strerror}", hint="check the path") from error
+    yield source, bundle.of_folder(path)
+
+
+def _archive(stream: BinaryIO, total: int) -> Iterator[tuple[str, Exported | KVStoreError]]:
+    with screen.progress("importing") as moved:
+        at = 0
+
+        def seen(n: int) -> None:
+            nonlocal at
+            at += n
+            moved(at, total or at)
+
+        yield from bundle.of_tar(stream, seen)

@@ -1,0 +1,143 @@
+"""What a person sees: tables, sizes, ages, progress. Data goes to stdout, all else to stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from .. import Entry
+from ..meta import clean_excerpt
+
+MIB = 1 << 20
+UNITS = ((86400 * 365, "year"), (86400 * 30, "month"), (86400, "day"), (3600, "hour"), (60, "minute"))
+
+
+def mib(n_bytes: float) -> str:
+    return f"{n_bytes / MIB:,.2f}"
+
+
+def duration(seconds: float) -> str:
+    """In words, the largest unit alone: "3 hours"."""
+    for size, name in UNITS:
+        if seconds >= size:
+            n = int(seconds // size)
+            return f"{n} {name}{'' if n == 1 else 's'}"
+    n = max(0, int(seconds))
+    return f"{n} second{'' if n == 1 else 's'}"
+
+
+def age(then: int) -> str:
+    seconds = time.time() - then
+    return "just now" if seconds < 5 else f"{duration(seconds)} ago"
+
+
+def expiry(entry: Entry) -> str:
+    return "never" if entry.expires_at is None else f"in {duration(math.ceil(entry.expires_at - time.time()))}"
+
+
+def date(then: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(then))
+
+
+def plural(n: int, one: str, many: str | None = None) -> str:
+    return f"{n:,} {one if n == 1 else many or one + 's'}"
+
+
+def excerpt(text: str) -> str:
+    """For a terminal: what another program wrote to the file may hold control characters."""
+    return clean_excerpt(text)
+
+
+def data(value: Any) -> None:
+    """JSON to stdout."""
+    click.echo(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def render(item: RenderableType) -> str:
+    terminal = sys.stdout.isatty()
+    # Into a pipe nothing is cut to a width.
+    console = Console(
+        file=sys.stdout, highlight=False, markup=False, emoji=False, width=None if terminal else 4000, soft_wrap=False
+    )
+    with console.capture() as captured:
+        console.print(item)
+    text = captured.get()
+    return text if terminal else "".join(line.rstrip() + "\n" for line in text.splitlines())
+
+
+def show(item: RenderableType) -> None:
+    click.echo(render(item), nl=False)
+
+
+def note(text: str) -> None:
+    """A remark to stderr."""
+    click.echo(text, err=True)
+
+
+class Grid:
+    """A table whose columns are given as `name`, or `>name` where it is a column of numbers."""
+
+    def __init__(self, *columns: str, header: bool = True) -> None:
+        self.table = Table(box=None, pad_edge=False, show_header=header, padding=(0, 2, 0, 0), header_style="bold")
+        last = columns[-1]
+        for column in columns:
+            number = column.startswith(">")
+            self.table.add_column(
+                column.lstrip(">"),
+                justify="right" if number else "left",
+                no_wrap=True,
+                overflow="ellipsis",
+                # On a narrow terminal the last column, a text, gives way.
+                ratio=1 if column is last and not number and sys.stdout.isatty() else None,
+            )
+
+    def row(self, *cells: str | Text, style: str = "") -> None:
+        self.table.add_row(*(c if isinstance(c, Text) else Text(c) for c in cells), style=style)
+
+    def show(self) -> None:
+        show(self.table)
+
+
+def pairs(rows: Sequence[tuple[str, str]]) -> None:
+    """Names and values, below each other."""
+    grid = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, style="bold")
+    grid.add_column(overflow="fold")
+    for name, value in rows:
+        grid.add_row(Text(name), Text(value))
+    show(grid)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Lends a function of (bytes done, bytes in all) that moves a bar; on a terminal alone."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def seconds_since(then: int) -> float:
+    return time.time() - then

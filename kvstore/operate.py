@@ -1,0 +1,106 @@
+"""What the people who run a store do with it: verify, repair, salvage, backup, export, restore, wipe.
+
+Functions of an open `Store`, and of a path where the file may be damaged.
+"""
+
+from __future__ import annotations
+
+import os
+
+from . import check, copies, db, queries
+from . import repair as repairs
+from .check import Problem, Progress
+from .copies import Exported
+from .errors import CorruptStoreError, InvalidInputError, NotFoundError, StoreIOError
+from .records import Entry, hex_id
+from .repair import Salvaged
+from .shelf import Damaged
+from .store import Store
+
+__all__ = ["Exported", "Salvaged", "backup", "export", "fingerprint", "head", "repair", "restore", "salvage", "verify", "wipe"]
+
+
+def verify(
+    path: str | os.PathLike[str], *, key: str | None = None, jobs: int = 1, progress: Progress | None = None
+) -> list[Problem]:
+    """Every problem of a file, which may be damaged, and may be in use; reads only. [] is a clean store.
+
+    `jobs` states are checked at a time. Raises NotAStoreError, NewerStoreError, WrongKeyError, StoreIOError.
+    """
+    return check.verify_file(_existing(path), key=key, jobs=jobs, progress=progress)
+
+
+def repair(store: Store, problems: list[Problem]) -> list[int]:
+    """Drops what `verify` found that cannot be served, and nothing else; the ids that went. Verify again afterwards."""
+    return repairs.repair(store._engine, problems)
+
+
+def salvage(
+    path: str | os.PathLike[str],
+    new: str | os.PathLike[str],
+    *,
+    key: str | None = None,
+    progress: Progress | None = None,
+) -> Salvaged:
+    """Copies every readable entry of a damaged file to a new one, encrypted with the same key. Leaves the old as it is."""
+    source_path, new_path = _existing(path), os.fspath(new)
+    if os.path.lexists(new_path):
+        raise InvalidInputError(f"{new_path} is there already", hint="give the name of a new file")
+    source = check.Lenient(source_path, key=key)
+    try:
+        with Store(new_path, cache_ram_mib=0, key=key) as store:
+            return repairs.salvage(source, store._engine, progress)
+    finally:
+        source.close()
+
+
+def backup(store: Store, path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
+    """Copies a store that may be in use to a new file, encrypted with the same key; complete, or not there at all."""
+    store.flush()
+    copies.backup(store._engine.db, os.fspath(path), progress)
+
+
+def export(store: Store, id: int) -> Exported | None:
+    """An entry with all that belongs to it, None where there is none. Raises CorruptStoreError where it is damaged."""
+    store.flush()
+    try:
+        return copies.export(store._engine, id)
+    except Damaged as error:
+        raise CorruptStoreError(f"entry {hex_id(id)} can not be read: {error.reason}", id=hex_id(id)) from error
+
+
+def restore(store: Store, item: Exported) -> Entry | None:
+    """Puts an exported entry as what it was, under its own fingerprint; parents first. None where it has expired."""
+    store.flush()
+    return copies.restore(store._engine, item)
+
+
+def fingerprint(store: Store, id: int) -> str:
+    """The fingerprint that an entry was put with. Raises NotFoundError."""
+    store.flush()
+    with store._engine.db.read() as c:
+        found = queries.fingerprint_of(c, id)
+    if found is None:
+        raise NotFoundError(f"no entry {hex_id(id)}", id=hex_id(id))
+    return found
+
+
+def head(store: Store, id: int) -> bytes | None:
+    """The header of the file that an entry came in, for `slotfile.with_head`; None where it came in no file."""
+    store.flush()
+    with store._engine.db.read() as c:
+        return queries.head(c, id)
+
+
+def wipe(store: Store) -> None:
+    """Writes the file anew, so that nothing deleted is left in it or its log. Needs room for two copies of it."""
+    store.flush()
+    copies.wipe(store._engine)
+
+
+def _existing(path: str | os.PathLike[str]) -> str:
+    text = os.fspath(path)
+    if not os.path.isfile(text):
+        raise StoreIOError(f"{text} does not exist", path=text, hint="give the path of a kvstore file")
+    db.refuse_network_filesystem(text)
+    return text
