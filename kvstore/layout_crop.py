@@ -3,7 +3,8 @@
 A state of pure attention loses the cells at and after the cut, and their rows. A window or a recurrent state cannot be
 cut back; where the state carries a checkpoint of exactly so many tokens, the caches before it are cut, and the
 checkpoint's partial state (its target blob without the io header) takes the place of the parts it repeats. Tried with
-llama-server of October 2026 on gemma3 and jamba: it goes on from such a state with the same tokens.
+llama-server of October 2026 on gemma3 and jamba: it goes on from such a state with the same tokens. From a bare window
+it does not (it asks for cells from before the window), but from a checkpoint: there, the checkpoint stays as well.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ Piece: TypeAlias = bytes | Bytes | Writer
 def crop(blob: Blob, n_tokens: int) -> Bytes:
     """The state of the first `n_tokens` tokens. shape (n_bytes,), uint8, newly allocated.
 
-    The envelope stays: of a slot file the token list is cut as well, and checkpoints of fewer tokens are kept. With all
-    of the state's tokens it is a copy. Raises LayoutError where the state is not understood, has fewer tokens, or
+    The envelope stays: of a slot file the token list is cut as well, and earlier checkpoints are kept. With all of the
+    state's tokens it is a copy. Raises LayoutError where the state is not understood, has fewer tokens, or
     cannot be cut there (`Layout.crop_limit` gives the nearest count that works).
     """
     data = as_bytes(blob)
@@ -79,9 +80,11 @@ def crop(blob: Blob, n_tokens: int) -> Bytes:
         raise LayoutError(f"cannot cut to {n} tokens: the state has {whole}", n_tokens=whole)
     if layout.can_crop:
         parts = [piece for part in layout.attention for piece in cut_part(data, part, n)]
+        kept = [c for c in layout.checkpoints or () if c.n_tokens < n]
     else:
-        parts = _from_checkpoint(data, layout, n)
-    return assemble([*_head(data, layout, n), *parts, *_earlier(data, layout, n)])
+        parts, has_window = _from_checkpoint(data, layout, n)
+        kept = [c for c in layout.checkpoints or () if c.n_tokens < n or (has_window and c.n_tokens == n)]
+    return assemble([*_head(data, layout, n), *parts, *_appendix(data, kept)])
 
 
 def assemble(pieces: list[Piece]) -> Bytes:
@@ -118,9 +121,8 @@ def _head(data: Bytes, layout: Layout, n: int) -> list[Piece]:
         raise LayoutError(e.message, hint=e.hint) from e
 
 
-def _earlier(data: Bytes, layout: Layout, n: int) -> list[Piece]:
-    """The appendix with the checkpoints of fewer than `n` tokens; nothing where there are none."""
-    kept = [c for c in layout.checkpoints or () if c.n_tokens < n]
+def _appendix(data: Bytes, kept: list[Checkpoint]) -> list[Piece]:
+    """The checkpoints that are kept; nothing where there are none."""
     if not kept:
         return []
     head = CHECKPOINT_MAGIC + struct.pack("<II", CHECKPOINT_VERSION, len(kept))
@@ -164,8 +166,8 @@ def kept_runs(kept: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _from_checkpoint(data: Bytes, layout: Layout, n: int) -> list[Piece]:
-    """The parts of a state whose last parts come from the checkpoint of `n` tokens."""
+def _from_checkpoint(data: Bytes, layout: Layout, n: int) -> tuple[list[Piece], bool]:
+    """The parts of a state whose last parts come from the checkpoint of `n` tokens; whether a window is among those."""
     found = next((c for c in layout.checkpoints or () if c.n_tokens == n and c.target[0] < c.target[1]), None)
     if layout.envelope in ("context", "session file") or layout.tail is not None or found is None:
         raise LayoutError(_why_not(layout, n), checkpoints=list(layout.crop_points))
@@ -187,7 +189,7 @@ def _from_checkpoint(data: Bytes, layout: Layout, n: int) -> list[Piece]:
         if not isinstance(part, AttentionPart) or not _can_cut(part, found):
             raise LayoutError(f"cannot cut to {n} tokens: a cache lacks positions below {limit}")
         pieces.extend(cut_part(data, part, limit))
-    return [*pieces, target[partial.state_at :]]
+    return [*pieces, target[partial.state_at :]], bool(partial.attention)
 
 
 def _can_cut(part: AttentionPart, at: Checkpoint) -> bool:
