@@ -1,7 +1,7 @@
 """Builds the module `kvstore._native` (cffi, out of line, limited API).
 
 The declarations are cut from kernel.h, so they are written once. KVSTORE_SANITIZE=1 in the environment builds with the
-address and undefined behaviour sanitizers.
+address and undefined behaviour sanitizers, KVSTORE_SCALAR=1 without vector code.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ ffi.set_source(
     sources=[f"kvstore/native/{name}" for name in SOURCES],
     depends=["kvstore/native/kernel.h", "kvstore/native/bytes.h"],
     include_dirs=[str(HERE)],
+    define_macros=[("KV_SCALAR", "1")] if os.environ.get("KVSTORE_SCALAR") == "1" else [],
     extra_compile_args=compile_args(),
     extra_link_args=link_args(),
 )

@@ -5,7 +5,10 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__SSE2__) || defined(_M_X64) || (defined(_M_IX86_FP) && _M_IX86_FP >= 2)
+/* KV_SCALAR leaves the plain code alone, to compare with. */
+#if defined(KV_SCALAR)
+#define KV_SSE2 0
+#elif defined(__SSE2__) || defined(_M_X64) || (defined(_M_IX86_FP) && _M_IX86_FP >= 2)
 #include <emmintrin.h>
 #define KV_SSE2 1
 #else
@@ -14,10 +17,13 @@
 
 #if defined(_MSC_VER) && !defined(__clang__)
 #define KV_INLINE static __forceinline
+#define KV_RESTRICT __restrict
 #elif defined(__GNUC__)
 #define KV_INLINE static inline __attribute__((always_inline))
+#define KV_RESTRICT restrict
 #else
 #define KV_INLINE static inline
+#define KV_RESTRICT restrict
 #endif
 
 KV_INLINE uint64_t load64(const uint8_t *p)

@@ -45,7 +45,7 @@ KV_INLINE int is_pattern(const uint8_t *p)
 }
 
 /* The rank of the window at each of `n` places. */
-KV_INLINE void rank(const uint8_t *restrict p, int16_t *restrict out, unsigned n)
+KV_INLINE void rank(const uint8_t *KV_RESTRICT p, int16_t *KV_RESTRICT out, unsigned n)
 {
     for (unsigned i = 0; i < n; i++) {
         uint16_t x = (uint16_t)(p[i] | p[i + 1] << 8), y = (uint16_t)(p[i + 2] | p[i + 3] << 8);
@@ -97,13 +97,13 @@ static uint64_t chosen(const uint8_t *p)
 }
 
 /* out[i]: the least, or greatest, of in[i] and in[i + step]. Out of place, or compilers do not see that it is parallel. */
-KV_INLINE void least_of(const int16_t *restrict in, int16_t *restrict out, unsigned step, unsigned n)
+KV_INLINE void least_of(const int16_t *KV_RESTRICT in, int16_t *KV_RESTRICT out, unsigned step, unsigned n)
 {
     for (unsigned i = 0; i < n; i++)
         out[i] = in[i] < in[i + step] ? in[i] : in[i + step];
 }
 
-KV_INLINE void greatest_of(const int16_t *restrict in, int16_t *restrict out, unsigned step, unsigned n)
+KV_INLINE void greatest_of(const int16_t *KV_RESTRICT in, int16_t *KV_RESTRICT out, unsigned step, unsigned n)
 {
     for (unsigned i = 0; i < n; i++)
         out[i] = in[i] > in[i + step] ? in[i] : in[i + step];
@@ -142,7 +142,7 @@ KV_INLINE unsigned choose_any(const uint8_t *p, unsigned n, uint16_t *places)
     return count;
 }
 
-#if defined(__GNUC__) && defined(__x86_64__)
+#if KV_SSE2 && defined(__GNUC__) && defined(__x86_64__)
 __attribute__((target("avx2"))) static unsigned choose_avx2(const uint8_t *p, unsigned n, uint16_t *places)
 {
     return choose_any(p, n, places);
