@@ -61,11 +61,11 @@ class KeyGuard:
         value = headers.get("authorization", "")
         kind, _, token = value.partition(" ")
         if kind.lower() == "bearer":
-            return token.strip().encode()
+            return token.strip().encode("latin-1")
         if kind.lower() == "basic":
             with contextlib.suppress(binascii.Error, ValueError):
                 return base64.b64decode(token.strip(), validate=True).partition(b":")[2]
-        return headers.get("x-api-key", "").encode()
+        return headers.get("x-api-key", "").encode("latin-1")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -152,7 +152,8 @@ class Forwarder:
             with self.server.slots.passing():
                 await self._send_on(scope, headers, body, send)
             return
-        status, tail = None, b""
+        status: int | None = None
+        tail = b""
         try:
             status, tail = await self._send_on(scope, headers, lease.body, send)
         finally:
@@ -171,8 +172,8 @@ class Forwarder:
             return
         await self._send_on(scope, scope["headers"], content, send)
 
-    async def _send_on(self, scope: Scope, headers: Any, content: Any, send: Send) -> tuple[int, bytes]:
-        """Status and the end of the body, once all is sent."""
+    async def _send_on(self, scope: Scope, headers: Any, content: Any, send: Send) -> tuple[int | None, bytes]:
+        """Status and the end of the body, once all is sent; without a status where the server broke off."""
         target: bytes = scope.get("raw_path") or scope["path"].encode()
         if scope.get("query_string"):
             target += b"?" + scope["query_string"]
@@ -194,9 +195,11 @@ class Forwarder:
                 tail = (tail + chunk)[-TAIL_BYTES:] if len(chunk) < TAIL_BYTES else chunk[-TAIL_BYTES:]
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
-        except httpx.HTTPError:
+        except httpx.HTTPError as error:
+            # The body stays without its end, so the client knows; there is no other way to say it any more.
             self.server.suspect()
-            raise
+            log.warning("llama-server broke off: %s", error or type(error).__name__)
+            return None, b""
         finally:
             await response.aclose()
         return response.status_code, tail

@@ -68,10 +68,13 @@ class Lease:
     async def finish(self, status: int | None, tail: bytes) -> None:
         """After the answer: its status (None where it was cut off) and the end of its body."""
         try:
-            if status is not None:
-                self._cache.learn(self, Timings.find(tail) if status == 200 else None)
-            else:
+            timings = Timings.find(tail) if status == 200 else None
+            if timings is not None:
+                self._cache.learn(self, timings)
+            elif status in (None, 200):
                 self._cache.unknown(self)
+            else:
+                self.slot.forget()
         except Exception:
             log.warning("what a request left in its slot is not known", exc_info=True)
             self._cache.metrics.count("failures")
@@ -155,7 +158,7 @@ class Cache:
             await server.tokenizer.fill(prompt)
         assert prompt.tokens is not None
         match = None
-        if prompt.tokens.size >= server.settings.min_tokens:
+        if server.reuses and prompt.tokens.size >= server.settings.min_tokens:
             match = await asyncio.wait_for(server.run(store.match, prompt.tokens), LOOKUP_SECONDS)
         if match is not None:
             identity = server.identity
@@ -241,11 +244,17 @@ class Cache:
         slot.origin, slot.n_prompt = prompt, 0
         slot.n_total = 0 if prompt.tokens is None else prompt.tokens.shape[0]
 
-    def learn(self, lease: Lease, timings: Timings | None) -> None:
+    def _useless(self, match: Match, cached: int) -> None:
+        server, entry = self.server, match.entry
+        self.metrics.count("restores_useless")
+        server.bad.add(entry.id)
+        server.useless += 1
+        log.warning("of %d tokens restored from %s the server used %d", match.n_common, entry.hex_id, cached)
+        if not server.reuses:
+            log.warning("this server makes nothing of its slot files: no restores and saves until it is another one")
+
+    def learn(self, lease: Lease, timings: Timings) -> None:
         slot, prompt, slots = lease.slot, lease.prompt, self.server.slots
-        if timings is None:
-            slot.forget()
-            return
         n_prompt = timings.cached + timings.computed
         recent = lease.recent
         recent.prompt_tokens, recent.cached_tokens = n_prompt, timings.cached
@@ -256,14 +265,11 @@ class Cache:
             saved = slots.rates.prefill_seconds(used) - recent.restore_ms / 1e3
             self.metrics.seconds["saved_seconds"] += max(0.0, saved)
             if timings.cached < lease.restored.n_common // 2:
-                self.metrics.count("restores_useless")
-                self.server.bad.add(lease.restored.entry.id)
-                log.warning(
-                    "of %d tokens restored from %s the server used %d: it is left alone until the server restarts",
-                    lease.restored.n_common, lease.restored.entry.hex_id, timings.cached,
-                )  # fmt: skip
+                self._useless(lease.restored, timings.cached)
+            else:
+                self.server.useless = 0
         if timings.cached:
-            recent.source = "store" if 2 * recent.restored_tokens >= timings.cached else "slot"
+            recent.source = "store" if recent.restored_tokens else "slot"
         self.metrics.done(recent)
         known = slot.tokens[: min(slot.tokens.shape[0], timings.cached)]
         if prompt.tokens is not None and prompt.tokens.shape[0] == n_prompt:

@@ -43,7 +43,7 @@ class Saver:
     def _worth(self, slot: Slot) -> bool:
         if slot.origin is None or self.server.store is None:
             return False
-        if slot.unsaved < self.server.settings.min_tokens:
+        if slot.unsaved < self.server.settings.min_tokens or not self.server.reuses:
             self.metrics.count("saves_skipped")
             slot.origin = None
             return False
@@ -81,7 +81,8 @@ class Saver:
         slot = choice.slot
         if len(self._puts) >= MAX_WAITING or not self._worth(slot):
             return
-        if rates.save_seconds(slot.n_total) > rates.prefill_seconds(slot.unsaved):
+        # In favour of the save, since both are estimates.
+        if rates.save_seconds(slot.n_total) > 2 * rates.prefill_seconds(slot.unsaved) + 0.01:
             return
         try:
             await self._save(slot)

@@ -26,6 +26,9 @@ T = TypeVar("T")
 POLL_SECONDS = 2.0
 LINK_SECONDS = 10.0  # as long a request waits for the look at a new server; then it passes without a cache
 CHECK_SECONDS = 2.0
+RETRY_SECONDS = 15.0  # until a server whose slots cannot be saved is looked at again
+# A build that makes nothing of its own slot files (windows and recurrent states before October 2026) is left alone.
+MAX_USELESS = 3
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,11 @@ class Server:
         self.store: Store | None = None
         self.off = "the server was not reached yet"
         self.bad: set[int] = set()  # entries that this process could make nothing of
+        self.useless = 0  # restores in a row that gave nothing
         self._linking: asyncio.Task[None] | None = None
         self._failed_at = 0.0
         self._suspect = True
+        self._refused = False
         self._lists_slots = True
         # What a request waits for never stands behind a put.
         self._quick = ThreadPoolExecutor(4, "kvstore-proxy")
@@ -71,6 +76,11 @@ class Server:
     async def run_put(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._puts, function, *args)
 
+    @property
+    def reuses(self) -> bool:
+        """Whether there is a point in restoring and saving."""
+        return self.useless < MAX_USELESS
+
     def suspect(self) -> None:
         """A connection failed: the process may be another one next time."""
         self._suspect = True
@@ -82,17 +92,19 @@ class Server:
 
     async def check(self) -> bool:
         """Whether this is still the process that we know, with slots as we left them. Links to a new one."""
-        if not self._suspect and self.identity is not None:
+        if self._refused:
+            return False
+        if self.identity is not None:
             try:
                 ask = self.upstream.ask
                 # /props is answered beside the server's loop, /slots by it, which may be in the middle of a batch.
                 if self.slots.quiet and self._lists_slots:
-                    props, listed = await asyncio.gather(
-                        ask("GET", "/props", timeout=CHECK_SECONDS), self._listed(), return_exceptions=False
-                    )
+                    props, listed = await asyncio.gather(ask("GET", "/props", timeout=CHECK_SECONDS), self._listed())
                 else:
                     props, listed = await ask("GET", "/props", timeout=CHECK_SECONDS), None
-                if marker_of(props) == self.identity.marker and not self._restarted(listed):
+                same = marker_of(props) == self.identity.marker and not self._restarted(listed)
+                if same and (not self._suspect or props.get("media_marker")):
+                    self._suspect = False
                     self._compare(listed)
                     return self.store is not None
             except UpstreamError as error:
@@ -151,8 +163,6 @@ class Server:
 
     async def _link(self) -> None:
         if self._linking is None or self._linking.done():
-            if time.monotonic() - self._failed_at < POLL_SECONDS / 2 and self.store is None and not self._suspect:
-                return
             self._linking = asyncio.create_task(self._look())
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._linking), LINK_SECONDS)
@@ -169,27 +179,29 @@ class Server:
                 self.tokenizer = Tokenizer(self.upstream.ask)
                 self.slots.rates = Rates()
             self.identity = identity
-            self.slots.reset(identity.n_slots)
+            await self.slots.reset(identity.n_slots)
             self.bad.clear()
-            self._suspect = False
+            self.useless = 0
+            self._suspect = self._refused = False
             if self.off:
                 log.info("caching for %s, %d slots", identity.model, identity.n_slots)
             self.off = ""
-        except CacheOff as error:
-            self._turn_off(str(error))
-            self._suspect = False
-        except KVStoreError as error:
-            self._turn_off(str(error))
+        except UpstreamError as error:
+            await self._turn_off(str(error))
+        except (CacheOff, KVStoreError) as error:
+            self._refused = True
+            await self._turn_off(str(error))
         except Exception:
             log.warning("the cache cannot work with this server", exc_info=True)
-            self._turn_off("an internal error, see the log")
+            self._refused = True
+            await self._turn_off("an internal error, see the log")
 
-    def _turn_off(self, reason: str) -> None:
+    async def _turn_off(self, reason: str) -> None:
         self._failed_at = time.monotonic()
         if self.off != reason:
             log.warning("no caching: %s", reason)
         self.off = reason
-        self.slots.reset(0)
+        await self.slots.reset(0)
 
     async def _open(self, fingerprint: str) -> None:
         old, self.store = self.store, None
@@ -202,10 +214,11 @@ class Server:
         """Links to the server as soon as it is there, so that no request has to wait for it."""
         while True:
             try:
-                if self._suspect or (self.slots.quiet and time.monotonic() - self.slots.last_active > POLL_SECONDS):
+                if self._refused:
+                    if time.monotonic() - self._failed_at > RETRY_SECONDS:
+                        await self._link()
+                elif self._suspect or (self.slots.quiet and time.monotonic() - self.slots.last_active > POLL_SECONDS):
                     await self.check()
-                elif self.off and time.monotonic() - self._failed_at > 15:
-                    await self._link()
             except Exception:
                 log.warning("the look at the server failed", exc_info=True)
             await asyncio.sleep(POLL_SECONDS if self.store is not None else POLL_SECONDS / 4)

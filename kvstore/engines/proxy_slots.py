@@ -13,6 +13,7 @@ import numpy as np
 
 from ..records import Entry, Match, Tokens
 from .proxy_prompt import Prompt, common
+from .proxy_upstream import UpstreamError
 
 NOTHING: Tokens = np.empty(0, np.int32)
 
@@ -113,9 +114,11 @@ class Slots:
         self.last_active = time.monotonic()
         self._free = asyncio.Condition()
 
-    def reset(self, n: int) -> None:
-        """New slots, all empty. Who holds an old one gives it back to nobody."""
-        self.all = [Slot(i) for i in range(n)]
+    async def reset(self, n: int) -> None:
+        """New slots, all empty. Who holds an old one gives it back to nobody, who waits for one gets none."""
+        async with self._free:
+            self.all = [Slot(i) for i in range(n)]
+            self._free.notify_all()
 
     @property
     def quiet(self) -> bool:
@@ -133,11 +136,15 @@ class Slots:
             self.last_active = time.monotonic()
 
     async def acquire(self, prompt: Prompt, match: Match | None, stuck: frozenset[int] = frozenset()) -> Choice:
-        """Waits for a slot. `stuck` are slots that the server says to be working for somebody else."""
+        """Waits for a slot. `stuck` are slots that the server says to be working for somebody else.
+
+        Raises UpstreamError where the server went away meanwhile.
+        """
         self.waiting += 1
+        now = self.all
         try:
             async with self._free:
-                while True:
+                while self.all is now and now:
                     free = [s for s in self.all if not s.busy and (prompt.id_slot is None or s.id == prompt.id_slot)]
                     if free:
                         free = [s for s in free if s.id not in stuck] or free
@@ -145,6 +152,7 @@ class Slots:
                         choice.slot.busy = True
                         return choice
                     await self._free.wait()
+            raise UpstreamError("llama-server went away")
         finally:
             self.waiting -= 1
 

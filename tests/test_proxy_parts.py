@@ -1,0 +1,254 @@
+"""The proxy's parts that need no llama-server: who may come in, what passes untouched, and small units."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import serverkit
+
+pytest.importorskip("starlette")
+pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+
+import proxykit
+
+from kvstore import InvalidInputError
+from kvstore.engines import gguf, proxy
+from kvstore.engines.proxy_cache import Timings
+from kvstore.engines.proxy_prompt import Tokenizer, continues, parse
+from kvstore.engines.proxy_upstream import end_to_end
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def options(tmp_path: Path, upstream: str, **more: Any) -> dict[str, Any]:
+    return {"upstream": upstream, "slot_dir": tmp_path, "store": tmp_path / "s", "listen": "127.0.0.1:0", **more}
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", ":0"])
+def test_other_addresses_than_loopback_need_a_key(tmp_path: Path, listen: str) -> None:
+    given = options(tmp_path, "http://127.0.0.1:1", listen=listen)
+    if listen == ":0":
+        assert proxy.parse_address(listen) == ("127.0.0.1", 0)
+        return
+    with pytest.raises(InvalidInputError, match="API key"):
+        proxy.serve(**given)
+    arguments = ["--upstream", given["upstream"], "--slot-dir", str(tmp_path), "--store", "s", "--listen", listen]
+    assert proxy.main(arguments) == InvalidInputError.exit_code
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"upstream": "127.0.0.1:8080"}, {"slot_dir": "nowhere"}, {"listen": "8081x"}, {"min_tokens": 0}]
+)
+def test_wrong_options_are_named(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError):
+        proxy.serve(**{**options(tmp_path, "http://127.0.0.1:1"), **wrong})
+
+
+def test_every_request_needs_the_key(tmp_path: Path) -> None:
+    key = "sesame é"
+    basic = "Basic " + base64.b64encode(f"me:{key}".encode()).decode()
+    with proxykit.recorder() as (upstream, seen), proxy.running(**options(tmp_path, upstream, api_key=key)) as url:
+        seen.clear()
+        for path in ("/v1/models", "/health", "/kvstore/", "/kvstore/stats", "/metrics"):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic !"}, {"X-Api-Key": ""}):
+                answer = httpx.get(url + path, headers=headers)
+                assert answer.status_code == 401, path
+        assert httpx.get(url + "/kvstore/").headers["www-authenticate"].startswith("Basic")
+        bearer = f"Bearer {key}".encode()
+        assert httpx.get(url + "/kvstore/stats", headers={"Authorization": basic}).status_code == 200
+        assert httpx.get(url + "/v1/models", headers={"Authorization": bearer}).status_code == 200
+        assert httpx.get(url + "/v1/models", headers={"X-Api-Key": key.encode()}).status_code == 200
+        passed = [r for r in seen if r.path == "/v1/models"]
+        # The proxy's key stays with the proxy.
+        assert not any({"authorization", "x-api-key"} & set(r.headers) for r in passed)
+
+
+def test_authorization_passes_where_the_proxy_has_no_key(tmp_path: Path) -> None:
+    mine = {"Authorization": "Bearer mine"}
+    with proxykit.recorder() as (upstream, seen):
+        with proxy.running(**options(tmp_path, upstream)) as url:
+            httpx.get(url + "/v1/models", headers=mine)
+            assert next(r for r in seen if r.path == "/v1/models").headers["authorization"] == "Bearer mine"
+        seen.clear()
+        with proxy.running(**options(tmp_path, upstream, upstream_api_key="theirs")) as url:
+            httpx.get(url + "/v1/models", headers=mine)
+            assert {r.headers.get("authorization") for r in seen} == {"Bearer theirs"}
+
+
+def test_pages_are_for_this_address_alone(tmp_path: Path) -> None:
+    with proxykit.recorder() as (upstream, _), proxy.running(**options(tmp_path, upstream)) as url:
+        for path in ("/kvstore/", "/kvstore/stats", "/metrics"):
+            assert httpx.get(url + path).status_code == 200
+            assert httpx.get(url + path, headers={"Host": "evil.example"}).status_code == 403
+        assert "kvstore_requests_total 0" in httpx.get(url + "/metrics").text
+        page = httpx.get(url + "/kvstore/")
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert "http://" not in page.text
+        assert "https://" not in page.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]}),
+        ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 2}),
+        ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "cache_prompt": False}),
+        ("POST", "/completion", {"prompt": {"prompt_string": "x", "multimodal_data": ["AAAA"]}}),
+        ("PUT", "/some/thing%20else?q=%2F&q", {"a": 1}),
+    ],
+)
+def test_what_is_not_cached_passes_untouched(tmp_path: Path, method: str, path: str, body: Any) -> None:
+    data = json.dumps(body, indent=3).encode()
+    headers = {"X-Mine": "1", "User-Agent": "me", "Content-Type": "application/json", "TE": "trailers"}
+    with proxykit.recorder() as (upstream, seen), proxy.running(**options(tmp_path, upstream)) as url:
+        answer = httpx.request(method, url + path, content=data, headers=headers)
+        assert answer.headers["x-from"] == "upstream"
+        (got,) = [r for r in seen if r.headers.get("x-mine")]
+    assert (got.method, got.path, got.body) == (method, path, data)
+    assert got.headers["user-agent"] == "me"
+    assert "te" not in got.headers
+    assert int(got.headers["content-length"]) == len(data)
+
+
+def test_bodies_pass_in_pieces(tmp_path: Path) -> None:
+    with proxykit.recorder() as (upstream, seen), proxy.running(**options(tmp_path, upstream)) as url:
+        data = bytes(range(256)) * 4096
+        httpx.post(url + "/upload", content=data)
+        assert next(r for r in seen if r.path == "/upload").body == data
+
+
+def test_prompt_goes_to_a_slot_otherwise_unchanged() -> None:
+    body = b' {"prompt": "\xc3\xa9",  "seed": 12345678901234567890, "seed": 1e400}'
+    prompt = parse("/completion", body)
+    assert prompt is not None
+    assert prompt.for_slot(3) == body.replace(b"{", b'{"id_slot":3,', 1)
+    prompt = parse("/completion", b'{"prompt": "x", "id_slot": -1}')
+    assert prompt is not None
+    assert json.loads(prompt.for_slot(3))["id_slot"] == 3
+    prompt = parse("/completion", b'{"prompt": [1, 2], "id_slot": 1}')
+    assert prompt is not None
+    assert (prompt.id_slot, prompt.for_slot(1)) == (1, prompt.body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"null", b"{", b'{"prompt": 1}', b'{"prompt": ["a", "b"]}', b'{"prompt": [[1], [2]]}', b'{"prompt": [true]}',
+     b'{"prompt": ""}', b'{"prompt": [-1]}', b'{"prompt": "x", "lora": [{"id": 0}]}', b'{"prompt": "x", "id_slot": "1"}',
+     b'\xff\xfe{\x00}\x00'],
+)  # fmt: skip
+def test_what_is_not_understood_is_not_cached(body: bytes) -> None:
+    assert parse("/completion", body) is None
+    assert parse("/v1/chat/completions", body) is None
+
+
+def test_timings_are_found_in_the_end_of_an_answer() -> None:
+    timings = {"cache_n": 5, "prompt_n": 2, "prompt_ms": 1.5, "predicted_n": 3}
+    told = json.dumps('"timings":{"cache_n":1,"prompt_n":1,"prompt_ms":1,"predicted_n":1}')
+    last = json.dumps({"content": "x", "timings": timings}, separators=(",", ":"))
+    answer = f'{{"content":{told}}}\n{last}'.encode()
+    assert Timings.find(answer) == Timings(5, 2, 1.5, 3)
+    assert Timings.find(f"{told}".encode()) is None
+    assert Timings.find(b'{"timings":{"cache_n":null}}') is None
+
+
+def test_chat_that_continues() -> None:
+    first = [{"role": "user", "content": "a"}]
+    answer = {"role": "assistant", "content": "b"}
+    assert continues(first, [*first, answer]) == 0
+    added = continues(first, [*first, answer, {"role": "user", "content": "c"}])
+    assert added is not None
+    assert added > 0
+    assert continues(first, first) is None
+    assert continues(first, [{"role": "user", "content": "z"}, answer]) is None
+    assert continues(first, [*first, {"role": "user", "content": "c"}]) is None
+
+
+def test_headers_between_neighbours_stay_there() -> None:
+    given = [(b"Connection", b"close, X-Hop"), (b"X-Hop", b"1"), (b"Keep-Alive", b"5"), (b"Date", b"d"), (b"Set-Cookie", b"a")]
+    assert end_to_end([*given, (b"Set-Cookie", b"b")]) == [(b"date", b"d"), (b"set-cookie", b"a"), (b"set-cookie", b"b")]
+
+
+class FakeServer:
+    """Tokens are code points, after a start token; `merge` makes one token of the letters at a join."""
+
+    def __init__(self, *, start: bool = True) -> None:
+        self.asked: list[str] = []
+        self.start = start
+
+    async def ask(self, method: str, path: str, body: dict[str, Any]) -> Any:
+        self.asked.append(body["content"])
+        start = [1] if self.start and body["add_special"] else []
+        return {"tokens": [*start, *(ord(c) for c in body["content"])]}
+
+
+def _prompt(text: str) -> Any:
+    return parse("/completion", json.dumps({"prompt": text}).encode())
+
+
+def test_long_prompts_are_tokenized_from_the_end_of_a_known_one() -> None:
+    server = FakeServer()
+    tokenizer = Tokenizer(server.ask)
+    known, longer = "a" * 5000, "a" * 5000 + "b" * 20
+    asyncio.run(tokenizer.fill(_prompt(known)))
+    second = _prompt(longer)
+    tokens = asyncio.run(tokenizer.fill(second))
+    assert server.asked == [known, "b" * 20]
+    assert tokens.tolist() == [1, *(ord(c) for c in longer)]
+    assert tokenizer.learn(second, tokens, len(tokens))
+    # What the server really made of the whole is another thing: no more joins.
+    other = tokens.copy()
+    other[-5] = 7
+    assert not tokenizer.learn(second, other, len(other))
+    asyncio.run(tokenizer.fill(_prompt(longer + "c")))
+    assert server.asked[-1] == longer + "c"
+
+
+def test_start_token_that_only_one_side_adds_is_learned() -> None:
+    server = FakeServer()
+    tokenizer = Tokenizer(server.ask)
+    prompt = _prompt("hello")
+    tokens = asyncio.run(tokenizer.fill(prompt))
+    assert not tokenizer.learn(prompt, tokens[1:], len(tokens) - 1)
+    assert asyncio.run(tokenizer.fill(_prompt("hello"))).tolist() == tokens[1:].tolist()
+    assert tokenizer.mismatches == 1
+
+
+def test_gguf_digest_tells_models_apart(tmp_path: Path) -> None:
+    model = serverkit.model()
+    read = gguf.read(model)
+    assert read.size == model.stat().st_size
+    assert read.metadata["general.architecture"] == "llama"
+    data = bytearray(model.read_bytes())
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(data)
+    assert gguf.read(copy).digest == read.digest
+    data[-1] ^= 1
+    copy.write_bytes(data)
+    assert gguf.read(copy).digest != read.digest
+
+
+@pytest.mark.parametrize("n", [0, 3, 10, 23, 100, 5000])
+def test_gguf_that_is_cut_short_is_an_error(tmp_path: Path, n: int) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(serverkit.model().read_bytes()[:n])
+    with pytest.raises(InvalidInputError):
+        gguf.read(path)
+
+
+def test_gguf_that_lies_about_its_counts_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "liar.gguf"
+    data = bytearray(serverkit.model().read_bytes())
+    for at in (8, 16):
+        broken = data.copy()
+        broken[at : at + 8] = np.uint64(1 << 60).tobytes()
+        path.write_bytes(broken)
+        with pytest.raises(InvalidInputError):
+            gguf.read(path)
