@@ -239,7 +239,7 @@ class _Grammar:
 
     def _note(self, misfit: Misfit) -> None:
         if misfit.at >= self.misfit.at:
-            self.misfit = misfit
+            self.misfit = misfit.with_traceback(None)  # whose frames hold this grammar, and so the state
 
     # tails
 

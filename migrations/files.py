@@ -101,7 +101,13 @@ def build(database: Database, path: str, fills: Sequence[Callable[[Connection], 
         try:
             with new.exclusive() as c:
                 # A cut-off build is thrown away, so it needs no journal; the commit syncs the file.
-                for pragma, value in (("page_size", db.PAGE_SIZE), ("auto_vacuum", db.AUTO_VACUUM), ("journal_mode", "off")):
+                # SQLite counts the cache in pages of the size before: 124 MiB instead of 8 where it is not told again.
+                for pragma, value in (
+                    ("page_size", db.PAGE_SIZE),
+                    ("auto_vacuum", db.AUTO_VACUUM),
+                    ("cache_size", -db.CACHE_KIB),
+                    ("journal_mode", "off"),
+                ):
                     c.pragma(pragma, value)
                     if c.pragma(pragma) != value:
                         raise StoreIOError(f"{path}: PRAGMA {pragma} can not be set to {value!r}", path=path)
