@@ -246,6 +246,8 @@ class Database:
         with self._lock, translated(self.path):
             self._set(self._writer, "page_size", PAGE_SIZE)
             self._set(self._writer, "auto_vacuum", AUTO_VACUUM)
+            # Again: SQLite has counted it in pages of the size before, which makes 124 MiB of 8.
+            self._set(self._writer, "cache_size", -CACHE_KIB)
             self.use_wal()
 
     def use_wal(self) -> None:
@@ -367,6 +369,10 @@ class Database:
         finally:
             syncer.close()
 
+    def truncate_log(self) -> None:
+        """Copies the log into the file and empties it, as far as readers allow."""
+        self.checkpoint(truncate=True)
+
     def wal_bytes(self) -> int:
         """Bytes of the write-ahead log's file."""
         if self.memory:
@@ -413,9 +419,15 @@ class Database:
         if os.getpid() != self.pid:
             return
         with self._lock, self._checkpoint_lock, translated(self.path):
+            errors = []
             for connection in (*idle, self._checkpointer, self._writer):
                 if connection is not None:
-                    connection.close(True)
+                    try:
+                        connection.close(True)
+                    except apsw.Error as error:  # the others are closed all the same
+                        errors.append(error)
+            if errors:
+                raise errors[0]
 
 
 def peek(path: str) -> Header | None:

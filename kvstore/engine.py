@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from . import blobs, policy, prefixes, queries, tally, upgrade
 from .db import Connection, Database
-from .errors import BusyError, CorruptStoreError, KVStoreError, NotFoundError
+from .errors import BusyError, CorruptStoreError, DiskFullError, KVStoreError, NotFoundError
 from .lru import RamCache
 from .records import Bytes, Entry, EntryClass, SavedState, Source, Tokens, hex_id
 from .shelf import Cuts, Damaged, Parent, Part, Shelf
@@ -102,6 +102,7 @@ class Engine:
         self.last_put = 0.0
         self._fingerprint_id: int | None = None
         self._families: set[int] = set()
+        self._cut_off: list[int] = []
         self._clock = 0
         self._clock_lock = threading.Lock()
 
@@ -159,8 +160,11 @@ class Engine:
             with self.db.write(durable=durable, wait=wait) as c:
                 tally.write(c, taken)
                 yield c, dropped
-        except BaseException:
+        except BaseException as error:
             self.tally.give_back(taken)
+            if isinstance(error, DiskFullError):
+                with suppress(KVStoreError):
+                    self.db.checkpoint(truncate=True, wait=False)  # the log gives back what it does not need
             raise
         self._dropped(dropped)
 
@@ -172,6 +176,12 @@ class Engine:
                 self.tally.count(f"evicted_{why.split(':')[0]}")
             level = logging.INFO if why in QUIET else logging.WARNING
             log.log(level, "dropped entry %s (%d tokens): %s", entry.hex_id, entry.n_tokens, why)
+
+    def flush(self) -> None:
+        """Takes the tally to the file."""
+        if self.tally:
+            with self.writing(durable=False):
+                pass
 
     def drop(self, c: Connection, id: int, why: str, dropped: list[tuple[Entry, str]]) -> None:
         """Deletes an entry and those stored against it."""
@@ -194,9 +204,10 @@ class Engine:
         with self.db.read() as c:
             left = queries.staged(c)
         if any(not blobs.writer_alive(writer) for _, writer in left):
-            with self.db.write() as c:
-                n = blobs.reclaim(c)
-            log.info("reclaimed the space of %d states that were cut off while being written", n)
+            with suppress(DiskFullError):  # what is stored can still be read
+                with self.db.write() as c:
+                    n = blobs.reclaim(c)
+                log.info("reclaimed the space of %d states that were cut off while being written", n)
         self.space.shrink_to_budget(self.writing, self.evictor)
 
     # -- put
@@ -311,10 +322,10 @@ class Engine:
                             raise _Lost
                     return self._publish(c, job, parts, staged, parent, dropped)
             except BaseException:
-                # Where even this fails the next open does it.
-                with suppress(KVStoreError), self.db.write(durable=False) as c:
-                    for blob in staged:
-                        queries.delete_blob(c, blob)
+                with self._clock_lock:
+                    self._cut_off.extend(staged)
+                with suppress(KVStoreError):  # where even this fails the upkeep tries again, or the next open
+                    self.clear_cut_off()
                 raise
 
     def _write_batches(
@@ -337,6 +348,23 @@ class Engine:
                     self.db.checkpoint()
                     logged = 0
             need -= part.data.size
+
+    def clear_cut_off(self) -> None:
+        """Deletes what failed puts left staged, and gives the space back: the disk may be full because of it."""
+        with self._clock_lock:
+            left = list(self._cut_off)
+        if not left:
+            return
+        with self.db.write(durable=False) as c:
+            before = queries.pages(c)[2]
+            for blob in left:
+                if queries.blob_writer(c, blob) == self.writer:
+                    queries.delete_blob(c, blob)
+            if (freed := queries.pages(c)[2] - before) > 0:
+                queries.incremental_vacuum(c, freed)
+        with self._clock_lock:
+            self._cut_off = [blob for blob in self._cut_off if blob not in left]
+        self.db.checkpoint(truncate=True, wait=False)
 
     def _stage(self, c: Connection, parts: list[Part]) -> list[int]:
         return [queries.stage_blob(c, p.name, p.kind, p.size, p.data.size, self.writer) for p in parts]
@@ -442,6 +470,12 @@ class Engine:
     # -- delete
 
     def delete(self, id: int, children: str, why: str = "deleted") -> list[int]:
+        try:
+            return self._delete(id, children, why)
+        except DiskFullError:
+            return self._delete(id, children, why)  # the log was emptied: who makes room gets a second try
+
+    def _delete(self, id: int, children: str, why: str) -> list[int]:
         with self.writing() as (c, dropped):
             entry = queries.entry(c, id, self.scope(c))
             if entry is None:

@@ -89,13 +89,9 @@ def _close(engine: Engine, behind: WriteBehind, background: upkeep.Upkeep | None
     if background is not None:
         background.stop()
     if not engine.db.readonly:
-        # What fails here (a full disk, a writer elsewhere) costs counts, not entries.
-        with suppress(KVStoreError):
-            if engine.tally:
-                with engine.writing(durable=False):
-                    pass
-            upkeep.expire(engine)
-            engine.db.checkpoint(truncate=True)
+        for step in (engine.clear_cut_off, engine.flush, lambda: upkeep.expire(engine), engine.db.truncate_log):
+            with suppress(KVStoreError):  # what fails here (a full disk, a writer elsewhere) costs counts, not entries
+                step()
     engine.db.close()
     engine.ram.clear()
 

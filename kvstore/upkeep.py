@@ -79,6 +79,7 @@ class Upkeep:
         quiet = time.monotonic() - engine.last_put > QUIET_SECONDS
         if engine.db.wal_bytes():
             engine.db.checkpoint(truncate=quiet, wait=False)
+        engine.clear_cut_off()
         if engine.tally:
             with engine.writing(durable=False, wait=False):
                 pass

@@ -78,7 +78,7 @@ def entry_of(draw: st.DrawFn) -> tuple[list[int], Sequence[int] | None, str, boo
     return tokens, cuts, draw(st.sampled_from("aab")), draw(st.integers(0, 3)) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(entries=st.lists(entry_of(), min_size=1, max_size=14), requests=st.lists(tokens_of, min_size=1, max_size=8))
 def test_match_equals_a_look_at_every_entry(
     entries: list[tuple[list[int], Sequence[int] | None, str, bool]], requests: list[list[int]]
