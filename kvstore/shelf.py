@@ -21,6 +21,7 @@ from .records import Bytes, Entry
 
 # Below this a thread for the digest costs more than it saves.
 PARALLEL_DIGEST_BYTES = 8 << 20
+HASHES_KEPT = 1024
 
 
 class Damaged(Exception):
@@ -75,6 +76,7 @@ class Shelf:
         self.ram = ram
         self.verify = verify
         self._spent = spent
+        self._hashes: dict[int, int] = {}
 
     # -- reading
 
@@ -106,8 +108,7 @@ class Shelf:
             assert stored is not None
             known = fresh.get(row.part)
             if row.kind == "bkvd":
-                of_parent = None if parent is None else parent.main if row.part == "main" else parent.draft
-                states[row.part] = self._decode(c, entry, row, stored, of_parent)
+                states[row.part] = self._decode(c, entry, row, stored, parent)
                 known = None
             else:
                 states[row.part] = stored
@@ -117,20 +118,33 @@ class Shelf:
                 raise Damaged(entry.id, f"its {row.part} state fails its digest")
         return states["main"], states.get("draft")
 
-    def _decode(self, c: Connection, entry: Entry, row: BlobRow, delta: Bytes, parent: Bytes | None) -> Bytes:
-        if entry.parent is None or parent is None:
+    def _decode(self, c: Connection, entry: Entry, row: BlobRow, delta: Bytes, parent: Held | None) -> Bytes:
+        state = None if parent is None else parent.main if row.part == "main" else parent.draft
+        if entry.parent is None or parent is None or state is None:
             raise Damaged(entry.id, "its prefix is not in the cache")
         if bkvd.size(delta) != row.size:
             raise Damaged(entry.id, "its delta has another size than its row")
         started = time.perf_counter()
         try:
-            out = bkvd.decode(delta, parent, entry.parent)
+            out = bkvd.decode(delta, state, entry.parent, parent_hash=self._hash(parent, row.part))
         except DeltaError as error:
             self._check_whole(c, entry.parent)  # its other children fail with it
             raise Damaged(entry.id, error.message) from error
         self._spent("decode_us", time.perf_counter() - started)
         out.flags.writeable = False
         return out
+
+    def _hash(self, parent: Held, part: str) -> int:
+        """The sample hash of a parent's state; computed once for each blob (of `version`: main, then draft)."""
+        blob = parent.version[0 if part == "main" else 1]
+        found = self._hashes.get(blob)
+        if found is None:
+            state = parent.main if part == "main" else parent.draft
+            assert state is not None
+            if len(self._hashes) >= HASHES_KEPT:
+                self._hashes.clear()
+            found = self._hashes[blob] = bkvd.sample_hash(state)
+        return found
 
     def _check_whole(self, c: Connection, id: int) -> None:
         """Raises Damaged where a whole entry is itself at fault."""
@@ -223,7 +237,8 @@ class Shelf:
             delta = None
             if parent is not None and of_parent is not None and (name == "main" or shared):
                 started = time.perf_counter()
-                delta = bkvd.encode(state, of_parent, parent.id, min_saved=min_saved, content=True)
+                known = self._hash(parent.held, name)
+                delta = bkvd.encode(state, of_parent, parent.id, min_saved=min_saved, content=True, parent_hash=known)
                 self._spent("encode_us", time.perf_counter() - started)
             if delta is None:
                 parts.append(Part(name, "full", state, state.size, digests[name]))
