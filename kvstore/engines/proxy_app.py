@@ -238,6 +238,7 @@ class Pages:
         body = {
             "upstream": self.upstream.url,
             "caching": not self.server.off,
+            "private": self.private,
             "off": self.server.off or None,
             "model": None if identity is None else identity.model,
             "fingerprint": None if identity is None else identity.fingerprint,

@@ -71,6 +71,7 @@ class Lease:
             timings = Timings.find(tail) if status == 200 else None
             if timings is not None:
                 self._cache.learn(self, timings)
+                self._cache.server.sure()
             elif status in (None, 200):
                 self._cache.unknown(self)
             else:

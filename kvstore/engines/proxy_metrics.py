@@ -101,7 +101,12 @@ class Metrics:
         for key, text in _HELP_SECONDS.items():
             add(f"kvstore_{key}_total", "counter", text, {"": float(self.seconds[key])})
         sources = {f'{{source="{name}"}}': n for name, n in self.hits.items()}
-        add("kvstore_requests_by_source_total", "counter", "Requests by where the reused part of the prompt came from.", {**sources})
+        add(
+            "kvstore_requests_by_source_total",
+            "counter",
+            "Requests by where the reused part of the prompt came from.",
+            {**sources},
+        )
         if store is not None:
             classes = {f'{{class="{name}"}}': n for name, n in store.entries.items()}
             add("kvstore_store_entries", "gauge", "Entries of the store.", {**classes})

@@ -48,7 +48,7 @@ h2 { font-size: 1rem; margin: 2rem 0 .5rem; }
 header { display: flex; flex-wrap: wrap; gap: .25rem 1rem; align-items: baseline; }
 .dim { color: var(--dim); }
 .off { color: #c33; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(10.5rem, 1fr)); gap: .75rem; margin: 1rem 0 0; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(14rem, 45%), 1fr)); gap: .75rem; margin: 1rem 0 0; }
 dl div { border: 1px solid var(--line); border-radius: .5rem; padding: .6rem .8rem; }
 dt { color: var(--dim); font-size: .8rem; }
 dd { margin: 0; font-size: 1.35rem; font-variant-numeric: tabular-nums; }
@@ -73,6 +73,7 @@ td.text { max-width: 22rem; overflow: hidden; text-overflow: ellipsis; }
 <h2>Prefixes</h2>
 <div class="wide"><table><thead><tr><th>Entry</th><th class="text">Class</th><th>Tokens</th><th>State</th><th>Stored</th>
 <th>Hits</th><th>Last used</th><th class="text">Starts with</th></tr></thead><tbody id="tree"></tbody></table></div>
+<p id="hidden" class="dim" hidden>Texts are shown where the proxy has an API key.</p>
 <script>
 const el = (tag, text, cls) => {
   const e = document.createElement(tag);
@@ -145,6 +146,7 @@ async function load() {
     document.getElementById("model").textContent = s.model ?? "";
     state.textContent = s.caching ? "in front of " + s.upstream : "no caching: " + s.off;
     state.className = s.caching ? "dim" : "off";
+    document.getElementById("hidden").hidden = s.private;
     document.getElementById("figures").replaceChildren(...figures(s));
     const last = s.recent.map(recent), all = entries(s.prefixes, 0);
     document.getElementById("recent").replaceChildren(...(last.length ? last : [none(8, "no requests yet")]));

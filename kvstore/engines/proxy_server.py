@@ -26,6 +26,7 @@ T = TypeVar("T")
 POLL_SECONDS = 2.0
 LINK_SECONDS = 10.0  # as long a request waits for the look at a new server; then it passes without a cache
 CHECK_SECONDS = 2.0
+SURE_SECONDS = 0.1  # no server starts again in less
 RETRY_SECONDS = 15.0  # until a server whose slots cannot be saved is looked at again
 # A build that makes nothing of its own slot files (windows and recurrent states before October 2026) is left alone.
 MAX_USELESS = 3
@@ -64,6 +65,7 @@ class Server:
         self._failed_at = 0.0
         self._suspect = True
         self._refused = False
+        self._sure_at = 0.0
         self._lists_slots = True
         # What a request waits for never stands behind a put.
         self._quick = ThreadPoolExecutor(4, "kvstore-proxy")
@@ -81,6 +83,11 @@ class Server:
         """Whether there is a point in restoring and saving."""
         return self.useless < MAX_USELESS
 
+    def sure(self) -> None:
+        """It answered just now."""
+        if not self.slots.foreign:
+            self._sure_at = time.monotonic()
+
     def suspect(self) -> None:
         """A connection failed: the process may be another one next time."""
         self._suspect = True
@@ -89,11 +96,14 @@ class Server:
         """Settings of the server may change (adapters): look at it again."""
         self.identity = None
         self._suspect = True
+        self._sure_at = 0.0
 
     async def check(self) -> bool:
         """Whether this is still the process that we know, with slots as we left them. Links to a new one."""
         if self._refused:
             return False
+        if not self._suspect and time.monotonic() - self._sure_at < SURE_SECONDS:
+            return self.store is not None
         if self.identity is not None:
             try:
                 ask = self.upstream.ask
@@ -105,6 +115,7 @@ class Server:
                 same = marker_of(props) == self.identity.marker and not self._restarted(listed)
                 if same and (not self._suspect or props.get("media_marker")):
                     self._suspect = False
+                    self._sure_at = time.monotonic()
                     self._compare(listed)
                     return self.store is not None
             except UpstreamError as error:

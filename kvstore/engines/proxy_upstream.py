@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from ..errors import KVStoreError
+from .proxy_wire import Wire, WireError
 
 # RFC 9110, 7.6.1: these are between two neighbours and are not passed on.
 HOP_BY_HOP = frozenset(
@@ -51,9 +52,7 @@ class Upstream:
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self.api_key = api_key
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=8, keepalive_expiry=2.0)
-        timeout = httpx.Timeout(60.0, connect=CONNECT_SECONDS)
-        self._own = httpx.AsyncClient(base_url=self.url, limits=limits, timeout=timeout, trust_env=False)
+        self._own = Wire(self.url)
         # A kept connection that the server closes at the same moment would fail a request that cannot be sent twice.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
@@ -62,7 +61,7 @@ class Upstream:
             del self._forward.headers[name]
 
     async def close(self) -> None:
-        await self._own.aclose()
+        await self._own.close()
         await self._forward.aclose()
 
     @property
@@ -79,35 +78,33 @@ class Upstream:
         headers: Mapping[str, str] | None = None,
     ) -> Any:
         """One request of the proxy's own; the JSON of the answer. Raises UpstreamError."""
-        content = json.dumps(body).encode() if isinstance(body, Mapping) else body
-        sent = {"Content-Type": "application/json", **(headers or {}), **self.authorization}
+        content = json.dumps(body).encode() if isinstance(body, Mapping) else body or b""
+        status, data = await self._send(method, path, content, headers or {}, timeout)
         try:
-            try:
-                response = await self._own.request(method, path, content=content, headers=sent, timeout=timeout)
-            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                # The server closed a kept connection; what is asked here may be asked twice.
-                response = await self._own.request(method, path, content=content, headers=sent, timeout=timeout)
-        except httpx.HTTPError as error:
-            raise UpstreamError(f"{method} {path}: {error or type(error).__name__}") from error
-        try:
-            answer = json.loads(response.content) if response.content else None
+            answer = json.loads(data) if data else None
         except ValueError:
-            answer = response.text[:200]
-        if not response.is_success:
+            answer = data[:200].decode("utf-8", "replace")
+        if not 200 <= status < 300:
             detail = answer.get("error", answer) if isinstance(answer, dict) else answer
             message = detail.get("message", detail) if isinstance(detail, dict) else detail
-            raise UpstreamError(f"{method} {path}: {response.status_code}: {message}", status=response.status_code)
+            raise UpstreamError(f"{method} {path}: {status}: {message}", status=status)
         return answer
+
+    async def _send(
+        self, method: str, path: str, content: bytes, headers: Mapping[str, str], timeout: float
+    ) -> tuple[int, bytes]:
+        sent = {"Content-Type": "application/json", **headers, **self.authorization}
+        try:
+            return await self._own.request(method, path, sent, content, timeout)
+        except WireError as error:
+            raise UpstreamError(f"{method} {path}: {error}") from error
 
     async def text(self, path: str, headers: Mapping[str, str]) -> str:
         """A page of the server's, as it is. Raises UpstreamError."""
-        try:
-            response = await self._own.get(path, headers={**headers, **self.authorization}, timeout=5.0)
-        except httpx.HTTPError as error:
-            raise UpstreamError(f"GET {path}: {error or type(error).__name__}") from error
-        if not response.is_success:
-            raise UpstreamError(f"GET {path}: {response.status_code}", status=response.status_code)
-        return response.text
+        status, data = await self._send("GET", path, b"", headers, 5.0)
+        if status != 200:
+            raise UpstreamError(f"GET {path}: {status}", status=status)
+        return data.decode("utf-8", "replace")
 
     async def forward(
         self, method: str, target: bytes, headers: RawHeaders, content: Any, *, keep_authorization: bool
