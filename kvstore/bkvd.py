@@ -344,7 +344,7 @@ class _Growing:
 
     def finish(self, n: int) -> Bytes:
         if self.mapping is not None and n < _HEAP_BYTES:
-            return np.frombuffer(self.mapping, np.uint8, n).copy()
+            return np.array(np.frombuffer(self.mapping, np.uint8, n))
         self.grow(n)
         return np.frombuffer(self.mapping, np.uint8, n) if self.mapping is not None else self.array  # type: ignore[return-value]
 
