@@ -16,7 +16,7 @@ import os
 import struct
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import llama_cpp
 import numpy as np
@@ -31,7 +31,8 @@ from ._llama_cpp_facts import fingerprint_of
 __all__ = ["KVStoreCache", "LlamaCppError", "fingerprint_of", "open_store", "restore", "save"]
 
 log = logging.getLogger("kvstore")
-Bytes = npt.NDArray[np.uint8]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Tokens: TypeAlias = npt.NDArray[np.int32]
 # A sequence state in memory starts with the engine's magic number and the sequence's id.
 _SEQUENCE_HEAD = np.array([0xAF143CD8, 0], "<u4").view(np.uint8)
 _ATTEMPTS = 4
@@ -57,9 +58,12 @@ def save(store: Store, llm: Any, seq_id: int = 0, *, tokens: Any = None, **put: 
     sequence's, or the store belongs to another model; LlamaCppError.
     """
     _check_fingerprint(store, llm)
+    _check_sequence(llm, seq_id)
     if tokens is None:
         if seq_id != 0:
             raise InvalidInputError(f"the tokens of sequence {seq_id} are not known", hint="give tokens=")
+        if _has_media(llm):
+            raise InvalidInputError("the tokens of a multimodal prompt are not known", hint="give tokens=")
         tokens = llm.input_ids[: llm.n_tokens]
     ids = np.asarray(tokens)
     if len(ids) == 0:
@@ -80,6 +84,7 @@ def restore(store: Store, llm: Any, tokens: Any, seq_id: int = 0) -> int:
     on with the next. Sequence 0 is the one that `Llama` keeps: its `n_tokens` and `input_ids` follow.
     """
     _check_fingerprint(store, llm)
+    _check_sequence(llm, seq_id)
     ids = np.asarray(tokens)
     for _ in range(_ATTEMPTS):
         match = store.match(ids)
@@ -88,12 +93,8 @@ def restore(store: Store, llm: Any, tokens: Any, seq_id: int = 0) -> int:
         saved = store.get(match.entry.id, n_tokens=match.n_common)
         if saved is None:  # damaged: it is gone now, and another entry may serve
             continue
-        if _set_sequence(llm, saved.main, seq_id):
-            if seq_id == 0:
-                _note_tokens(llm, saved.tokens)
+        if _set_sequence(llm, saved, seq_id):
             return len(saved.tokens)
-        if seq_id == 0:
-            _note_tokens(llm, saved.tokens[:0])
         raise LlamaCppError(
             f"llama.cpp did not take the state of entry {match.entry.hex_id}; sequence {seq_id} is empty",
             id=match.entry.hex_id,
@@ -161,8 +162,10 @@ class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
             match = self._find(ids)
             if match is None:
                 break
-            restarts = match.n_common == len(ids) and _cannot_step_back(self.llm)
-            if match.n_common <= usable or restarts or self._restore(match, usable):
+            gain = match.n_common - usable
+            if 0 < gain < self._least(ids):
+                break
+            if gain <= 0 or self._restore(match, usable):
                 return _StoredState(self, ids, match.n_common)
         raise KeyError("no stored state serves these tokens")
 
@@ -170,8 +173,7 @@ class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
         ids = np.asarray(value.input_ids[: value.n_tokens], np.int32)
         if len(ids) == 0:
             return
-        if hasattr(self.llm.chat_handler, "clip_model_path"):
-            # The ids that stand where an image was say nothing of the image.
+        if _has_media(self.llm):
             self._tell_once("states of a model with a multimodal chat handler are not stored")
             return
         try:
@@ -181,7 +183,7 @@ class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
         except KVStoreError as error:
             log.warning("the state of %d tokens was not stored: %s", len(ids), error)
 
-    def _find(self, ids: npt.NDArray[np.int32]) -> Match | None:
+    def _find(self, ids: Tokens) -> Match | None:
         """The match that pays, or None."""
         if len(ids) == 0:
             return None
@@ -193,9 +195,11 @@ class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
         except KVStoreError as error:
             log.warning("the store could not be asked: %s", error)
             return None
-        if match is None or match.n_common < min(self.min_tokens, (len(ids) + 1) // 2):
-            return None
-        return match
+        return None if match is None or match.n_common < self._least(ids) else match
+
+    def _least(self, ids: Tokens) -> int:
+        """The fewest tokens that are worth a restore."""
+        return min(self.min_tokens, (len(ids) + 1) // 2)
 
     def _read(self, match: Match) -> SavedState | None:
         """The state that a match promised, or None: another may serve then."""
@@ -206,16 +210,15 @@ class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
             return None
 
     def _restore(self, match: Match, usable: int) -> bool:
-        """Puts a stored state into the model, so that it goes on from there. False where there is none after all."""
+        """Puts a stored state into the model, so that it goes on from there. False where it could not be read: another
+        may serve. Raises KeyError where llama.cpp refuses it."""
         saved = self._read(match)
         if saved is None:
             return False
         llm = self.llm
-        if not _set_sequence(llm, saved.main, 0):
+        if not _set_sequence(llm, saved, 0):
             log.warning("llama.cpp did not take the state of entry %s", match.entry.hex_id)
-            _note_tokens(llm, saved.tokens[:0])
-            return False
-        _note_tokens(llm, saved.tokens)
+            raise KeyError(match.entry.hex_id)
         if llm._logits_all:
             # Only read as the log probabilities of the prompt itself: no number is better there than another prompt's.
             llm.scores[usable : len(saved.tokens)] = np.nan
@@ -230,7 +233,7 @@ class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
 class _StoredState(LlamaState):  # type: ignore[misc, unused-ignore]
     """What `Llama.load_state` takes. The state is read when a field other than `input_ids` is first asked for."""
 
-    def __init__(self, cache: KVStoreCache, ids: npt.NDArray[np.int32], n_common: int) -> None:
+    def __init__(self, cache: KVStoreCache, ids: Tokens, n_common: int) -> None:
         self._cache = cache
         self._ids = ids
         self.input_ids = _padded(cache.llm, ids[:n_common])
@@ -242,7 +245,10 @@ class _StoredState(LlamaState):  # type: ignore[misc, unused-ignore]
             match = cache._find(self._ids)
             saved = None if match is None else cache._read(match)
             if saved is not None:
-                state = _to_context(saved.main, llm)
+                try:
+                    state = _to_context(saved.main, llm)
+                except LayoutError as error:
+                    raise KeyError(str(error)) from error
                 super().__init__(
                     input_ids=_padded(llm, saved.tokens),
                     # `Llama` takes its logits from the last token, which it computes again.
@@ -273,6 +279,13 @@ def _memory(llm: Any) -> Any:
     return memory
 
 
+def _check_sequence(llm: Any, seq_id: int) -> None:
+    """llama.cpp aborts the process on a sequence that is not there."""
+    n_seq = int(llama_cpp.llama_n_seq_max(llm.ctx))
+    if not 0 <= seq_id < n_seq:
+        raise InvalidInputError(f"sequence {seq_id} of a context with {n_seq}")
+
+
 def _pointer(data: Bytes) -> Any:
     return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
@@ -287,15 +300,19 @@ def _sequence_state(llm: Any, seq_id: int) -> Bytes:
     return state[:n]
 
 
-def _set_sequence(llm: Any, state: Bytes, seq_id: int) -> bool:
-    """Whether llama.cpp took the state; where it did not, the sequence is empty."""
-    if int(llama_cpp.llama_state_seq_set_data(llm.ctx, _pointer(state), state.size, seq_id)) == state.size:
-        return True
-    llama_cpp.llama_memory_seq_rm(_memory(llm), seq_id, -1, -1)
-    return False
+def _set_sequence(llm: Any, saved: SavedState, seq_id: int) -> bool:
+    """Whether llama.cpp took the state as that of its tokens; where it did not, the sequence is empty."""
+    memory, state, n_tokens = _memory(llm), saved.main, len(saved.tokens)
+    taken = int(llama_cpp.llama_state_seq_set_data(llm.ctx, _pointer(state), state.size, seq_id))
+    if taken != state.size or int(llama_cpp.llama_memory_seq_pos_max(memory, seq_id)) != n_tokens - 1:
+        llama_cpp.llama_memory_seq_rm(memory, seq_id, -1, -1)
+        n_tokens = 0
+    if seq_id == 0:
+        _note_tokens(llm, saved.tokens[:n_tokens])
+    return n_tokens > 0
 
 
-def _note_tokens(llm: Any, tokens: npt.NDArray[np.int32]) -> None:
+def _note_tokens(llm: Any, tokens: Tokens) -> None:
     """Tells `Llama` what its sequence holds, and that its logits are another's."""
     llm.input_ids[: len(tokens)] = tokens
     llm.n_tokens = len(tokens)
@@ -346,28 +363,33 @@ def _fit(state: Bytes, n_tokens: int) -> Bytes:
 # -- what `Llama` does with a prompt
 
 
-def _ids(key: Sequence[int]) -> npt.NDArray[np.int32]:
+def _ids(key: Sequence[int]) -> Tokens:
     return np.asarray(key, np.int32)
 
 
-def _n_common(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+def _n_common(a: Tokens, b: Tokens) -> int:
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if differ.size else n
 
 
-def _padded(llm: Any, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.intc]:
+def _padded(llm: Any, tokens: Tokens) -> npt.NDArray[np.intc]:
     """The tokens in an array of the length that `Llama` keeps; -1 is no token, and matches none."""
     padded = np.full(llm.input_ids.shape, -1, np.intc)
     padded[: len(tokens)] = tokens
     return padded
 
 
+def _has_media(llm: Any) -> bool:
+    """Whether images may be in the context: the ids that stand where one was say nothing of it."""
+    return hasattr(llm.chat_handler, "clip_model_path")
+
+
 def _cannot_step_back(llm: Any) -> bool:
     return bool(llama_cpp.llama_model_is_recurrent(llm.model) or llama_cpp.llama_model_is_hybrid(llm.model))
 
 
-def _usable(llm: Any, prompt: npt.NDArray[np.int32]) -> int:
+def _usable(llm: Any, prompt: Tokens) -> int:
     """How many tokens of the prompt `Llama` will take from its own memory.
 
     It goes back to where the prompt differs from what it holds. Where its memory no longer has the sliding window
