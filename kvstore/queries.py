@@ -292,7 +292,9 @@ def family_tokens(c: Connection, fingerprint: int, family: int, now: int, limit:
 
 
 def blobs(c: Connection, id: int) -> list[BlobRow]:
-    sql = "SELECT id, part, kind, size, stored, digest FROM blobs WHERE entry = ? ORDER BY part DESC"
+    """The states of an entry; none where the entry is gone and its blobs were left behind."""
+    sql = """SELECT id, part, kind, size, stored, digest FROM blobs WHERE entry = ?1
+ AND EXISTS (SELECT 1 FROM entries e JOIN meta m ON m.entry = e.id WHERE e.id = ?1) ORDER BY part DESC"""
     return [BlobRow(*row) for row in c.execute(sql, (signed(id),))]
 
 
@@ -375,11 +377,19 @@ _ORPHANS = (
     ("meta", "entry NOT IN (SELECT id FROM entries)"),
     ("entries", "id NOT IN (SELECT entry FROM meta)"),
     ("entries", "id IN (SELECT entry FROM meta WHERE parent NOT IN (SELECT id FROM entries))"),
+    ("entries", "fingerprint NOT IN (SELECT id FROM fingerprints)"),
+    ("entries", "id NOT IN (SELECT entry FROM blobs WHERE part = 'main' AND entry IS NOT NULL)"),
+    # A state without chunks, or with a gap. By the index alone: what is missing at the end is found by the next get.
+    (
+        "entries",
+        """id IN (SELECT b.entry FROM blobs b LEFT JOIN chunks c ON c.blob = b.id WHERE b.entry IS NOT NULL
+ GROUP BY b.id HAVING count(c.blob) <> 1 + coalesce(max(c.seq), -2))""",
+    ),
 )
 
 
 def orphans(c: Connection) -> dict[str, int]:
-    """Rows, by table, that refer to something that is not there."""
+    """Rows, by table, that refer to something that is not there, as a shell without foreign keys may leave them."""
     found: dict[str, int] = {}
     for table, condition in _ORPHANS:
         n = c.execute(f"SELECT count(*) FROM {table} WHERE {condition}").get

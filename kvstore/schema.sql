@@ -121,6 +121,7 @@ CREATE TRIGGER meta_updated AFTER UPDATE OF class, size, stored ON meta BEGIN
   UPDATE totals SET entries = entries + 1, size = size + new.size, stored = stored + new.stored WHERE class = new.class;
 END;
 
+-- By hand: DELETE FROM entries WHERE printf('%016x', id) = '...' (or id = 0x...), from this table and no other.
 -- The sqlite3 shell starts with foreign keys off. This trigger does there what ON DELETE CASCADE does elsewhere, for an
 -- entry and for the entries stored against it (never deeper: a parent is whole).
 CREATE TRIGGER entries_deleted BEFORE DELETE ON entries BEGIN
@@ -134,23 +135,59 @@ CREATE TRIGGER entries_deleted BEFORE DELETE ON entries BEGIN
   DELETE FROM meta WHERE entry = old.id;
 END;
 
--- For people: ids in hex, times as local dates, sizes in MiB.
+-- For people: ids in hex, sizes in MiB, times in words and as local dates. tools/inspect.sql shows how to use them.
+CREATE VIEW ages AS                   -- `used`: since the last use; `expires_in` is NULL where an entry never expires
+SELECT entry, CASE WHEN age < 120 THEN age || ' s' WHEN age < 7200 THEN (age / 60) || ' min'
+            WHEN age < 172800 THEN (age / 3600) || ' h' ELSE (age / 86400) || ' days' END AS age,
+       CASE WHEN hits = 0 THEN 'never' ELSE CASE WHEN idle < 120 THEN idle || ' s' WHEN idle < 7200 THEN (idle / 60) || ' min'
+            WHEN idle < 172800 THEN (idle / 3600) || ' h' ELSE (idle / 86400) || ' days' END END AS used,
+       CASE WHEN left_s <= 0 THEN 'expired' ELSE CASE WHEN left_s < 120 THEN left_s || ' s' WHEN left_s < 7200 THEN (left_s / 60) || ' min'
+            WHEN left_s < 172800 THEN (left_s / 3600) || ' h' ELSE (left_s / 86400) || ' days' END END AS expires_in
+FROM (SELECT entry, hits, max(0, unixepoch() - created_at) AS age, max(0, unixepoch() - last_used) AS idle,
+             expires_at - unixepoch() AS left_s FROM meta);
+
 CREATE VIEW ls AS
 SELECT printf('%016x', e.id) AS id, e.n_tokens AS tokens, round(m.size / 1048576.0, 2) AS mib,
-       round(m.stored / 1048576.0, 2) AS stored_mib, m.class, m.source, m.hits,
+       round(m.stored / 1048576.0, 2) AS stored_mib, m.class, a.age, a.used, a.expires_in,
+       CASE WHEN m.hits < 0 THEN printf('%u', m.hits) ELSE m.hits END AS hits,
+       CASE WHEN m.parent IS NOT NULL THEN printf('%016x', m.parent) END AS parent, m.excerpt, m.source,
        datetime(m.created_at, 'unixepoch', 'localtime') AS created,
        datetime(m.last_used, 'unixepoch', 'localtime') AS last_used,
        datetime(m.expires_at, 'unixepoch', 'localtime') AS expires,
-       CASE WHEN m.parent IS NOT NULL THEN printf('%016x', m.parent) END AS parent,
-       printf('%016x', m.family) AS family, f.text AS fingerprint, m.excerpt
-FROM entries e JOIN meta m ON m.entry = e.id JOIN fingerprints f ON f.id = e.fingerprint
-ORDER BY m.last_used DESC;
+       printf('%016x', m.family) AS family, f.text AS fingerprint
+FROM entries e JOIN meta m ON m.entry = e.id JOIN ages a ON a.entry = e.id JOIN fingerprints f ON f.id = e.fingerprint
+ORDER BY m.last_used DESC, m.use_order DESC;
 
-CREATE VIEW tree AS
-SELECT CASE WHEN m.parent IS NULL THEN '' ELSE '  ' END || printf('%016x', e.id) AS entry, e.n_tokens AS tokens,
-       round(m.size / 1048576.0, 2) AS mib, round(m.stored / 1048576.0, 2) AS stored_mib, m.class, m.excerpt
-FROM entries e JOIN meta m ON m.entry = e.id
-ORDER BY m.family, coalesce(m.parent, e.id), m.parent IS NOT NULL, e.n_tokens;
+CREATE VIEW tree AS                   -- families, in each the whole entries, below each those stored against it
+SELECT printf('%016x', m.family) AS family, CASE WHEN m.parent IS NULL THEN '' ELSE '  ' END || printf('%016x', e.id) AS entry,
+       e.n_tokens AS tokens, round(m.size / 1048576.0, 2) AS mib, round(m.stored / 1048576.0, 2) AS stored_mib,
+       m.class, m.excerpt
+FROM entries e JOIN meta m ON m.entry = e.id LEFT JOIN meta p ON p.entry = m.parent
+ORDER BY coalesce(p.family, m.family), coalesce(m.parent, e.id), m.parent IS NOT NULL, e.n_tokens;
+
+CREATE VIEW biggest AS                -- what deleting an entry gives back: its own bytes and those of its children
+SELECT printf('%016x', e.id) AS id, m.class, round(m.stored / 1048576.0, 2) AS stored_mib, count(k.entry) AS children,
+       round((m.stored + coalesce(sum(k.stored), 0)) / 1048576.0, 2) AS frees_mib,
+       round(100.0 * (m.stored + coalesce(sum(k.stored), 0)) / (SELECT sum(stored) FROM totals), 1) AS percent,
+       a.age, a.used, m.excerpt
+FROM entries e JOIN meta m ON m.entry = e.id JOIN ages a ON a.entry = e.id LEFT JOIN meta k ON k.parent = e.id
+GROUP BY e.id
+ORDER BY m.stored + coalesce(sum(k.stored), 0) DESC;
+
+CREATE VIEW unused AS                 -- never restored, and no parent of one that was
+SELECT printf('%016x', e.id) AS id, e.n_tokens AS tokens, round(m.stored / 1048576.0, 2) AS stored_mib, m.class, a.age,
+       a.expires_in, m.excerpt
+FROM entries e JOIN meta m ON m.entry = e.id JOIN ages a ON a.entry = e.id
+WHERE m.hits = 0 AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = e.id AND k.hits <> 0)
+ORDER BY m.stored DESC;
+
+CREATE VIEW family_list AS            -- entries that share a system block; saved and reused run over the life of the file
+SELECT printf('%016x', m.family) AS family, count(*) AS entries, round(sum(m.size) / 1048576.0, 2) AS mib,
+       round(sum(m.stored) / 1048576.0, 2) AS stored_mib, coalesce(f.saved, 0) AS saved, coalesce(f.reused, 0) AS reused,
+       min(m.excerpt) AS excerpt
+FROM meta m LEFT JOIN families f ON f.id = m.family
+GROUP BY m.family
+ORDER BY sum(m.stored) DESC;
 
 CREATE VIEW parts AS
 SELECT printf('%016x', b.entry) AS id, b.part, b.kind, round(b.size / 1048576.0, 2) AS mib,

@@ -19,7 +19,8 @@ from kvstore.queries import signed
 
 MAKE = Path(__file__).parent / "data" / "legacy" / "make_v1.py"
 _spec = importlib.util.spec_from_file_location("make_v1", MAKE)
-assert _spec is not None and _spec.loader is not None
+assert _spec is not None
+assert _spec.loader is not None
 make_v1 = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(make_v1)
 

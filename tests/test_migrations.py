@@ -240,7 +240,8 @@ def test_plan_and_dry_run_write_nothing(path: Path) -> None:
     assert (report.entries, report.records, report.backup) == (plan.entries, plan.records, plan.backup)
     assert seen == [(n, plan.entries) for n in range(plan.entries + 1)]
     assert path.stat().st_size <= plan.needed
-    assert json.dumps(plan.as_dict()) and json.dumps(report.as_dict())
+    assert json.dumps(plan.as_dict())
+    assert json.dumps(report.as_dict())
     assert upgrade.upgrade(path) is None
     assert upgrade.dry_run(path).steps == ()
 
@@ -273,7 +274,8 @@ def test_a_file_system_without_second_names(path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "link", refuse)
     expected = legacykit.odd(path, 6)
     report = upgrade.upgrade(path)
-    assert report is not None and report.backup is not None
+    assert report is not None
+    assert report.backup is not None
     assert Path(report.backup).stat().st_mode & 0o777 == 0o600
     assert version(Path(report.backup)) == 1
     legacykit.check(path, expected)
@@ -325,9 +327,9 @@ def foreign(path: Path, *, mode: str, application_id: int, user_version: int, in
     scratch.unlink()
 
 
-@pytest.mark.parametrize("mode,in_log", [("delete", False), ("wal", False), ("wal", True)])
+@pytest.mark.parametrize(("mode", "in_log"), [("delete", False), ("wal", False), ("wal", True)])
 @pytest.mark.parametrize(
-    "application_id,user_version,error",
+    ("application_id", "user_version", "error"),
     [(0, 0, NotAStoreError), (7, 2, NotAStoreError), (db.APPLICATION_ID, 99, NewerStoreError)],
 )
 @pytest.mark.parametrize("readonly", [False, True])
@@ -404,7 +406,7 @@ def test_a_process_that_holds_the_old_file(path: Path) -> None:
     legacykit.check(path.with_name(path.name + ".v1-backup"), expected)
 
 
-@pytest.mark.parametrize("mode,how", [("delete", "reading"), ("wal", "reading"), ("wal", "idle")])
+@pytest.mark.parametrize(("mode", "how"), [("delete", "reading"), ("wal", "reading"), ("wal", "idle")])
 def test_a_process_that_uses_the_old_file(path: Path, mode: str, how: str) -> None:
     legacykit.odd(path, 9)
     child = holder(path, mode, how)
