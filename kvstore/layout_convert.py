@@ -38,8 +38,9 @@ def convert(
     `like` is a state of the same model and KV type, or its layout; a single token will do. `tokens` (int32, one a cell)
     are needed where a state in memory becomes a file, or gains the token in its M-RoPE bytes. `slot` is the slot it is
     for; None: that of `like`. `checkpoints` says whether they are rewritten too or left out; None: left out where
-    `like` shows that its server does not read them. Raises LayoutError, which says what differs, where the states are
-    of different models or KV types, or rows would have to be computed.
+    `like` shows that its server does not read them. A window from a server that wrote none gets one at its end. Raises
+    LayoutError, which says what differs, where the states are of different models or KV types, or rows would have to
+    be computed.
     """
     data = as_bytes(blob)
     layout = parse(data)
@@ -53,12 +54,17 @@ def convert(
         slot = _slot_of(target) if isinstance(like, Layout) else _sequence_id(as_bytes(like), target)
     ids = _tokens(data, layout, tokens)
     rewrite = _Rewrite(target, slot, ids)
-    keep = _reads_checkpoints(target) if checkpoints is None else checkpoints
+    appendix: list[Piece] = []
+    if _reads_checkpoints(target) if checkpoints is None else checkpoints:
+        if layout.checkpoints:
+            appendix = _checkpoints(data, layout, rewrite)
+        elif not _reads_checkpoints(layout):
+            appendix = _new_checkpoint(data, layout, rewrite)
     return assemble(
         [
             *_head(data, layout, target, slot, ids),
             *rewrite.parts(data, layout.parts, target.parts),
-            *(_checkpoints(data, layout, rewrite) if keep else []),
+            *appendix,
         ]
     )
 
@@ -148,7 +154,7 @@ class _Rewrite:
             raise LayoutError("layers, types or row sizes differ: another model, or another KV type")
         if (old.rotation or (0, 0)) != (new.rotation or (0, 0)):
             raise LayoutError(f"the rows are rotated differently: {old.rotation} here, {new.rotation} there")
-        kept = kept_runs(self._window(stream, new))
+        kept = kept_runs(self.window(stream, new))
         at = self._stream_index(new)
         n_kept = sum(b - a for a, b in kept)
         out: list[Piece] = []
@@ -173,7 +179,7 @@ class _Rewrite:
             raise LayoutError(f"slot {self.slot} is none of the {new.n_stream} of the state to be like")
         return self.slot
 
-    def _window(self, stream: Stream, new: AttentionPart) -> npt.NDArray[np.bool_]:
+    def window(self, stream: Stream, new: AttentionPart) -> npt.NDArray[np.bool_]:
         """The cells that go along: all, or of a window that is saved whole here and filtered there, the window's."""
         full = max(p.n_cells for p in self.like.attention)
         if new.n_cells == full or stream.n_cells <= new.n_cells:
@@ -255,8 +261,7 @@ class _Moved(Writer):
 
 def _checkpoints(data: Bytes, layout: Layout, rewrite: _Rewrite) -> list[Piece]:
     """The checkpoints, rewritten."""
-    if not layout.checkpoints:
-        return []
+    assert layout.checkpoints
     out: list[Piece] = [CHECKPOINT_MAGIC + struct.pack("<II", CHECKPOINT_VERSION, len(layout.checkpoints))]
     for c in layout.checkpoints:
         if c.draft[0] != c.draft[1] or c.speculative[0] != c.speculative[1]:
@@ -265,13 +270,34 @@ def _checkpoints(data: Bytes, layout: Layout, rewrite: _Rewrite) -> list[Piece]:
         target: list[Piece] = []
         if len(blob):
             partial = parse(blob)
-            like = rewrite.like.parts[-len(partial.parts) :]
-            target = [struct.pack("<Ii", HEADER_MAGIC, rewrite.slot), *rewrite.parts(blob, partial.parts, like)]
-        size = sum(p.size if isinstance(p, Writer) else len(p) for p in target)
-        out.append(struct.pack("<qiiQ", c.n_tokens, c.pos_min, c.pos_max, size))
-        out.extend(target)
-        out.append(bytes(16))
+            target = rewrite.parts(blob, partial.parts, rewrite.like.parts[-len(partial.parts) :])
+        out.extend(_record(c.n_tokens, c.pos_min, c.pos_max, target, rewrite.slot))
     return out
+
+
+def _new_checkpoint(data: Bytes, layout: Layout, rewrite: _Rewrite) -> list[Piece]:
+    """A checkpoint of the state itself, where it has a window: llama-server goes on from a window by a checkpoint alone.
+
+    It holds the parts from the window on, as the server's own do, and like those has 0 for its first position.
+    """
+    cells = []
+    for a, b in zip(layout.attention, rewrite.like.attention, strict=True):
+        assert a.data_stream is not None
+        cells.append(int(rewrite.window(a.data_stream, b).sum()))
+    first = next((i for i, n in enumerate(cells) if n < max(cells)), None)
+    if first is None or max(cells[first:]) == max(cells):
+        return []
+    n_tokens = layout.n_positions if rewrite.tokens is None else len(rewrite.tokens)
+    target = rewrite.parts(data, layout.parts[first:], rewrite.like.parts[first:])
+    head = CHECKPOINT_MAGIC + struct.pack("<II", CHECKPOINT_VERSION, 1)
+    return [head, *_record(n_tokens, 0, layout.parts[first].max_pos, target, rewrite.slot)]
+
+
+def _record(n_tokens: int, pos_min: int, pos_max: int, target: list[Piece], slot: int) -> list[Piece]:
+    """A checkpoint whose target blob has the parts `target`; empty where there are none."""
+    blob = [struct.pack("<Ii", HEADER_MAGIC, slot), *target] if target else []
+    size = sum(p.size if isinstance(p, Writer) else len(p) for p in blob)
+    return [struct.pack("<qiiQ", n_tokens, pos_min, pos_max, size), *blob, bytes(16)]
 
 
 def _rows_of(part: Part) -> tuple[object, ...]:
