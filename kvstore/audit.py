@@ -172,6 +172,27 @@ def tokens_by_index(c: Connection, id: int) -> tuple[int, bytes] | None:
     return None if row is None else (row[0], row[1])
 
 
-def fingerprint_text(c: Connection, fingerprint: int) -> str | None:
-    row = c.execute("SELECT text FROM fingerprints WHERE id = ?", (fingerprint,)).fetchone()
+def fingerprint_by_index(c: Connection, fingerprint: int) -> str | None:
+    """The text of a fingerprint from the index that makes it unique."""
+    sql = "SELECT text FROM fingerprints INDEXED BY sqlite_autoindex_fingerprints_1 WHERE +id = ? AND text >= ''"
+    row = c.execute(sql, (fingerprint,)).fetchone()
     return None if row is None else row[0]
+
+
+# Rows of the tables themselves, where an index cannot be trusted.
+BLOB_IDS = "SELECT id FROM blobs NOT INDEXED WHERE id BETWEEN ? AND ?"
+CHUNK_IDS = "SELECT id FROM chunks NOT INDEXED WHERE id BETWEEN ? AND ?"
+
+
+def blob_row(c: Connection, blob: int) -> tuple[int, queries.BlobRow] | None:
+    """(entry, row) of a blob that belongs to an entry."""
+    sql = "SELECT entry, id, part, kind, size, stored, digest FROM blobs NOT INDEXED WHERE id = ? AND entry IS NOT NULL"
+    row = c.execute(sql, (blob,)).fetchone()
+    return None if row is None else (unsigned(row[0]), queries.BlobRow(*row[1:]))
+
+
+def chunk_row(c: Connection, chunk: int) -> tuple[int, int, int, int] | None:
+    """(blob, rowid, seq, bytes) of a chunk."""
+    sql = "SELECT blob, id, seq, length(data) FROM chunks NOT INDEXED WHERE id = ?"
+    row: tuple[int, int, int, int] | None = c.execute(sql, (chunk,)).fetchone()
+    return row

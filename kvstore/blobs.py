@@ -34,12 +34,21 @@ def pieces(data: Bytes) -> Iterator[tuple[int, Bytes]]:
         yield seq, data[at : at + CHUNK_BYTES]
 
 
-def read(c: Connection, blob: BlobRow, out: Bytes | None = None, hasher: Hasher | None = None) -> Bytes:
+def read(
+    c: Connection,
+    blob: BlobRow,
+    out: Bytes | None = None,
+    hasher: Hasher | None = None,
+    chunks: list[tuple[int, int, int]] | None = None,
+) -> Bytes:
     """The stored bytes of a blob, read straight into `out` (uint8, blob.stored bytes) or a new array.
+
+    `chunks` are its (rowid, seq, bytes), in order, where they cannot be looked up.
 
     Raises UnreadableBlob where chunks are missing or their sizes do not add up; nothing is allocated before that is known.
     """
-    chunks = queries.chunk_sizes(c, blob.id)
+    if chunks is None:
+        chunks = queries.chunk_sizes(c, blob.id)
     if [seq for _, seq, _ in chunks] != list(range(len(chunks))) or sum(n for _, _, n in chunks) != blob.stored:
         raise UnreadableBlob(f"has {sum(n for _, _, n in chunks)} of {blob.stored} bytes in {len(chunks)} chunks")
     if out is None:

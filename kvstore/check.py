@@ -94,6 +94,20 @@ def all_ids(database: Database) -> tuple[list[int], list[Problem]]:
     """The ids of all entries, also those whose row in one table is lost but not in another; and the problems met."""
     problems: list[Problem] = []
 
+    try:
+        with database.read() as c:
+            return queries.all_ids(c), problems
+    except Unreadable as error:
+        problems.append(Problem("sqlite", None, f"the list of entries is damaged: {_say(error)}"))
+    ids: set[int] = set()
+    for sql in audit.ID_SOURCES:
+        ids |= walk(database, sql)
+    return sorted(ids), problems
+
+
+def walk(database: Database, sql: str) -> set[int]:
+    """The ids that a query of `audit` gives, past damage."""
+
     def read(sql: str, low: int, high: int) -> tuple[list[int], bool]:
         found: list[int] = []
         try:
@@ -104,15 +118,7 @@ def all_ids(database: Database) -> tuple[list[int], list[Problem]]:
             return found, True
         return found, False
 
-    try:
-        with database.read() as c:
-            return queries.all_ids(c), problems
-    except Unreadable as error:
-        problems.append(Problem("sqlite", None, f"the list of entries is damaged: {_say(error)}"))
-    ids: set[int] = set()
-    for sql in audit.ID_SOURCES:
-        ids |= audit.walk(read, sql)
-    return sorted(ids), problems
+    return audit.walk(read, sql)
 
 
 @dataclass(slots=True)

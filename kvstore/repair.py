@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,8 +15,11 @@ from .engine import Engine
 from .errors import DeltaError, KVStoreError
 from .hashing import digest, family
 from .meta import MetaBlock
+from .queries import BlobRow
 from .records import Bytes
 from .shelf import Damaged, cuts_of
+
+T = TypeVar("T")
 
 
 def repair(engine: Engine, problems: Sequence[Problem]) -> list[int]:
@@ -80,6 +84,42 @@ class Salvaged:
     lost: tuple[Problem, ...]
 
 
+class _Rows:
+    """Blobs and chunks of a damaged file, looked up by the indexes, or collected from the tables past the damage."""
+
+    def __init__(self, database: Lenient) -> None:
+        self._database = database
+        self._blobs: dict[int, list[BlobRow]] = {}
+        self._chunks: dict[int, list[tuple[int, int, int]]] = {}
+        self.collected = False
+
+    def collect(self) -> None:
+        for blob in check.walk(self._database, audit.BLOB_IDS):
+            found = self._row(audit.blob_row, blob)
+            if found is not None:
+                self._blobs.setdefault(found[0], []).append(found[1])
+        for chunk in check.walk(self._database, audit.CHUNK_IDS):
+            row = self._row(audit.chunk_row, chunk)
+            if row is not None:
+                self._chunks.setdefault(row[0], []).append(row[1:])
+        for chunks in self._chunks.values():
+            chunks.sort(key=lambda chunk: chunk[1])
+        self.collected = True
+
+    def _row(self, read: Callable[[Connection, int], T | None], id: int) -> T | None:
+        try:
+            with self._database.read() as c:
+                return read(c, id)
+        except Unreadable:
+            return None
+
+    def blobs(self, c: Connection, id: int) -> list[BlobRow]:
+        return self._blobs.get(id, []) if self.collected else queries.blobs(c, id)
+
+    def read(self, c: Connection, row: BlobRow) -> Bytes:
+        return blobs.read(c, row, chunks=self._chunks.get(row.id, []) if self.collected else None)
+
+
 def salvage(source: Lenient, target: Engine, progress: Progress | None = None) -> Salvaged:
     """Copies every entry of a damaged file that can be given back byte for byte. Writes to the target alone.
 
@@ -98,39 +138,50 @@ def salvage(source: Lenient, target: Engine, progress: Progress | None = None) -
     total = sum(row[3] for row in listed)
     done = 0
     saved: list[int] = []
+    rows = _Rows(source)
     for _, _, id, n_bytes in sorted(listed):
-        try:
-            with source.read() as c:
-                item = _read(c, id)
-        except (*Unreadable, Damaged, blobs.UnreadableBlob, DeltaError) as error:
-            lost.append(Problem("whole-entry", id, f"it cannot be read: {_say(error)}"))
-        else:
-            # Expired entries are not copied, and nobody misses them.
-            if copies.restore(target, item) is not None:
-                saved.append(id)
+        item = _try(source, rows, id)
+        if isinstance(item, str) and not rows.collected:
+            rows.collect()  # an index may be at fault
+            item = _try(source, rows, id)
+        if isinstance(item, str):
+            lost.append(Problem("whole-entry", id, f"it cannot be read: {item}"))
+        # Expired entries are not copied, and nobody misses them.
+        elif copies.restore(target, item) is not None:
+            saved.append(id)
         done += n_bytes
         if progress is not None:
             progress(done, total)
     return Salvaged(tuple(saved), tuple(lost))
 
 
-def _say(error: Exception) -> str:
-    return error.message if isinstance(error, KVStoreError) else str(error)
-
-
-def _read(c: Connection, id: int) -> copies.Exported:
-    """An entry with its states, checked; from the prefix index and with default meta where its own rows are lost."""
-    states = _states(c, id)
+def _try(source: Lenient, rows: _Rows, id: int) -> copies.Exported | str:
+    """An entry, or why it cannot be read."""
     try:
-        entry = queries.entry(c, id, None)
-        if entry is not None:
-            return copies.exported(c, entry, states["main"], states.get("draft"))
-    except Unreadable:
-        pass  # its row is lost, its tokens may still be in the index
+        with source.read() as c:
+            states = _states(c, rows, id)
+    except (*Unreadable, Damaged, blobs.UnreadableBlob, DeltaError) as error:
+        return error.message if isinstance(error, KVStoreError) else str(error)
+    try:
+        with source.read() as c:
+            entry = queries.entry(c, id, None)
+            if entry is not None:
+                return copies.exported(c, entry, states["main"], states.get("draft"))
+    except (*Unreadable, Damaged):
+        pass  # a row is lost; what an index repeats of it is used instead
+    try:
+        with source.read() as c:
+            return _by_indexes(c, id, states)
+    except (*Unreadable, Damaged) as error:
+        return error.message if isinstance(error, KVStoreError) else str(error)
+
+
+def _by_indexes(c: Connection, id: int, states: dict[str, Bytes]) -> copies.Exported:
+    """An entry whose own rows are lost: its tokens and fingerprint as indexes repeat them, its meta by default."""
     found = audit.tokens_by_index(c, id)
     if found is None:
         raise Damaged(id, "its tokens are lost")
-    fingerprint = audit.fingerprint_text(c, found[0])
+    fingerprint = audit.fingerprint_by_index(c, found[0])
     if fingerprint is None:
         raise Damaged(id, "its fingerprint is lost")
     tokens = np.frombuffer(found[1], "<i4").astype(np.int32)
@@ -138,22 +189,21 @@ def _read(c: Connection, id: int) -> copies.Exported:
     return copies.Exported(block, tokens, states["main"], states.get("draft"), fingerprint, 0, None)
 
 
-def _states(c: Connection, id: int) -> dict[str, Bytes]:
+def _states(c: Connection, rows: _Rows, id: int) -> dict[str, Bytes]:
     """The states of an entry as they were put. Raises Damaged and what the layers below do."""
-    rows = queries.blobs(c, id)
-    if not any(row.part == "main" for row in rows):
+    found = rows.blobs(c, id)
+    if not any(row.part == "main" for row in found):
         raise Damaged(id, "its main state is lost")
     states: dict[str, Bytes] = {}
-    for row in rows:
-        state = blobs.read(c, row)
+    for row in found:
+        state = rows.read(c, row)
         if row.kind == "bkvd":
             parent = bkvd.parent_id(state)
-            of_parent = [r for r in queries.blobs(c, parent) if r.part == row.part and r.kind == "full"]
+            of_parent = [r for r in rows.blobs(c, parent) if r.part == row.part and r.kind == "full"]
             if not of_parent:
                 raise Damaged(id, "its parent is lost")
-            state = bkvd.decode(state, blobs.read(c, of_parent[0]), parent)
+            state = bkvd.decode(state, rows.read(c, of_parent[0]), parent)
         if digest(state) != row.digest:
             raise Damaged(id, f"its {row.part} state fails its digest")
         states[row.part] = state
     return states
-
