@@ -122,6 +122,12 @@ def recorder() -> Iterator[tuple[str, list[Recorded]]]:
             n = int(self.headers.get("Content-Length") or 0)
             headers = {name.lower(): value for name, value in self.headers.items()}
             seen.append(Recorded(self.command, self.path, headers, self.rfile.read(n)))
+            if self.path == "/slow":
+                # Answers nothing, and records when the other side has closed.
+                self.connection.settimeout(20)
+                assert self.connection.recv(1) == b""
+                seen.append(Recorded("CLOSED", self.path, {}, b""))
+                return
             data = json.dumps({}).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")

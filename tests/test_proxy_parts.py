@@ -125,6 +125,14 @@ def test_bodies_pass_in_pieces(tmp_path: Path) -> None:
         assert next(r for r in seen if r.path == "/upload").body == data
 
 
+@pytest.mark.parametrize("body", [None, b"{}"])
+def test_client_that_goes_away_is_seen_without_writing_to_it(tmp_path: Path, body: bytes | None) -> None:
+    with proxykit.recorder() as (upstream, seen), proxy.running(**options(tmp_path, upstream)) as url:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.request("POST", url + "/slow", content=body, timeout=httpx.Timeout(5, read=0.2))
+        proxykit.wait_for(lambda: any(r.method == "CLOSED" for r in seen), 5)
+
+
 def test_prompt_goes_to_a_slot_otherwise_unchanged() -> None:
     body = b' {"prompt": "\xc3\xa9",  "seed": 12345678901234567890, "seed": 1e400}'
     prompt = parse("/completion", body)

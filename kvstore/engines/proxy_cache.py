@@ -165,7 +165,8 @@ class Cache:
             identity = server.identity
             if match.entry.id in server.bad or (identity and 0 < identity.n_ctx <= match.n_common):
                 match = None
-        stuck = await server.look_at_slots() if server.slots.foreign else frozenset()
+        unsure = server.slots.foreign or any(slot.cut for slot in server.slots.all)
+        stuck = await server.working() if unsure else frozenset()
         return None, match, stuck
 
     def _hot(self, prompt: Prompt) -> Slot | None:

@@ -61,7 +61,10 @@ class Saver:
                     await asyncio.sleep(max(left, 0.05))
                     continue
                 try:
-                    await self.server.note_slots()
+                    working = await self.server.working()
+                    if working:
+                        await asyncio.sleep(0.2)
+                        continue
                     slot = next((s for s in slots.all if not s.busy and self._worth(s)), None)
                     if slot is not None and slots.take(slot):
                         try:

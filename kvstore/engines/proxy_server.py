@@ -149,6 +149,8 @@ class Server:
     def _compare(self, listed: list[dict[str, Any]] | None) -> None:
         """Forgets slots that somebody else used."""
         for slot, now in self._pairs(listed):
+            if now.get("is_processing"):
+                continue
             seen = (now.get("id_task"), now.get("n_prompt_tokens"))
             if slot.seen is None:
                 # Ours was the last request, unless the number of tokens is far from what it left.
@@ -160,17 +162,14 @@ class Server:
                 slot.forget()
             slot.seen = seen
 
-    async def look_at_slots(self) -> frozenset[int]:
-        """Slots that the server works in for somebody else."""
+    async def working(self) -> frozenset[int]:
+        """Slots that the server works in for somebody else, or for a client that left: not every build stops then."""
         if not self._lists_slots:
             return frozenset()
         listed = await self._listed()
+        if self.slots.quiet:
+            self._compare(listed)
         return frozenset(slot.id for slot, now in self._pairs(listed) if now.get("is_processing") and not slot.busy)
-
-    async def note_slots(self) -> None:
-        """Remember what /slots says after our own requests and saves."""
-        if self._lists_slots and self.slots.quiet:
-            self._compare(await self._listed())
 
     async def _link(self) -> None:
         if self._linking is None or self._linking.done():

@@ -83,6 +83,11 @@ class Slot:
         return common(self.tokens, tokens)
 
     @property
+    def cut(self) -> bool:
+        """The last request was cut off."""
+        return self.origin is not None and not self.n_prompt
+
+    @property
     def unsaved(self) -> int:
         return 0 if self.origin is None else max(0, self.n_total - self.stored)
 
