@@ -193,6 +193,11 @@ class Store:
     ) -> None:
         self.close()
 
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint that this store was opened with."""
+        return self._engine.fingerprint
+
     def __repr__(self) -> str:
         return f"Store({self.path!r}, fingerprint={self._engine.fingerprint!r})"
 
