@@ -16,7 +16,7 @@ from .db import Connection, Database
 from .errors import BusyError, CorruptStoreError, DiskFullError, KVStoreError, NotFoundError
 from .lru import RamCache
 from .records import Bytes, Entry, EntryClass, SavedState, Source, Tokens, hex_id
-from .shelf import Cuts, Damaged, Parent, Part, Shelf
+from .shelf import Cuts, Damaged, Parent, Part, Shelf, learned_prefix
 from .space import Space
 from .tally import Tally
 
@@ -218,12 +218,13 @@ class Engine:
         for _ in range(TRIES):
             with self.db.read() as c:
                 fingerprint = self.fingerprint_id(c)
-                parent = None
+                parent = prefix = None
                 if fingerprint is not None:
                     # An owned job was promised its id: it replaces what is there.
                     same = None if owned else self._identical(c, fingerprint, job)
-                    if job.share and job.entry_class != "learned" and same is None:
-                        parent = self.shelf.find_parent(c, fingerprint, job.key, self.now())
+                    if same is None and self._shares(c, fingerprint, job):
+                        prefix = learned_prefix(c, fingerprint, job.key, self.now())
+                        parent = None if prefix is None else self.shelf.parent(c, *prefix)
                 else:
                     same = None
             if same is not None:
@@ -235,7 +236,7 @@ class Engine:
             if not shared:
                 parent = None
             try:
-                entry, version = self._write(job, parts, parent)
+                entry, version = self._write(job, parts, parent, prefix)
             except _Lost:
                 continue
             break
@@ -257,6 +258,14 @@ class Engine:
                 entry.size / policy.MIB, time.perf_counter() - started,
             )  # fmt: skip
         return entry
+
+    def _shares(self, c: Connection, fingerprint: int, job: Job) -> bool:
+        """Whether a put may be stored against a prefix: what is learned, or replaces what is, stays whole."""
+        if not job.share or job.entry_class == "learned":
+            return False
+        old = (queries.entry(c, id, None) for id in queries.same_tokens(c, fingerprint, job.key))
+        merged = ((o.entry_class, o.source) for o in old if o is not None)
+        return all(policy.merged_class(o, (job.entry_class, job.source))[0] != "learned" for o in merged)
 
     def holds(self, job: Job) -> bool:
         """True where the file has these tokens with these very bytes already."""
@@ -296,7 +305,9 @@ class Engine:
                 queries.set_head(c, entry.id, job.head)
         return entry
 
-    def _write(self, job: Job, parts: list[Part], parent: Parent | None) -> tuple[Entry, tuple[int, ...]]:
+    def _write(
+        self, job: Job, parts: list[Part], parent: Parent | None, prefix: tuple[int, int] | None
+    ) -> tuple[Entry, tuple[int, ...]]:
         total = sum(part.data.size for part in parts)
         need = total + 3 * len(job.key)
         batch = self.space.batch_bytes(blobs.BATCH_CHUNKS * blobs.CHUNK_BYTES)
@@ -309,7 +320,7 @@ class Engine:
                     staged = self._stage(c, parts)
                     for blob, part in zip(staged, parts, strict=True):
                         blobs.write(c, blob, part.data, kick=kick)
-                    return self._publish(c, job, parts, staged, parent, dropped)
+                    return self._publish(c, job, parts, staged, parent, prefix, dropped)
             staged = []
             try:
                 with self.writing(durable=False) as (c, dropped):
@@ -320,7 +331,7 @@ class Engine:
                     for blob, part in zip(staged, parts, strict=True):
                         if queries.chunk_total(c, blob)[1] != part.data.size:
                             raise _Lost
-                    return self._publish(c, job, parts, staged, parent, dropped)
+                    return self._publish(c, job, parts, staged, parent, prefix, dropped)
             except BaseException:
                 with self._clock_lock:
                     self._cut_off.extend(staged)
@@ -379,12 +390,18 @@ class Engine:
         parts: list[Part],
         staged: list[int],
         parent: Parent | None,
+        prefix: tuple[int, int] | None,
         dropped: list[tuple[Entry, str]],
     ) -> tuple[Entry, tuple[int, ...]]:
-        """Makes staged blobs an entry, and removes what it replaces and serves."""
+        """Makes staged blobs an entry, and removes what it replaces and serves.
+
+        `prefix` is the learned entry that the put was tried against: another may have come, or it may have gone.
+        """
         if parent is not None and tuple(row.id for row in queries.blobs(c, parent.id)) != parent.version:
             raise _Lost
         fingerprint = queries.add_fingerprint(c, self.fingerprint)
+        if self._shares(c, fingerprint, job) and learned_prefix(c, fingerprint, job.key, self.now()) != prefix:
+            raise _Lost
         entry = job.entry(self.now(), sum(p.data.size for p in parts), None if parent is None else parent.id)
         for id in queries.same_tokens(c, fingerprint, job.key):
             old = queries.entry(c, id, None)
@@ -392,8 +409,6 @@ class Engine:
                 entry_class, source = policy.merged_class(
                     (old.entry_class, old.source), (entry.entry_class, entry.source)
                 )
-                if entry_class == "learned" and parent is not None:
-                    entry_class, source = entry.entry_class, entry.source
                 entry = dataclasses.replace(entry, entry_class=entry_class, source=source)
                 for child in queries.children(c, id):
                     self._keep_child(c, child, dropped)

@@ -69,6 +69,18 @@ def as_array(data: Any, what: str) -> Bytes:
     return np.frombuffer(view, np.uint8)
 
 
+def learned_prefix(c: Connection, fingerprint: int, key: bytes, now: int) -> tuple[int, int] | None:
+    """(id, n_tokens) of the live learned entry whose tokens are the longest proper prefix of `key`."""
+    best: tuple[int, int] | None = None
+    for id, n in prefixes.prefixes_of(c, fingerprint, key[:-4], now):
+        if best is not None and n <= best[1]:
+            continue
+        found = queries.entry(c, id, fingerprint)
+        if found is not None and found.entry_class == "learned" and found.parent is None:
+            best = (id, n)
+    return best
+
+
 class Shelf:
     """Reads and builds entries; holds no lock of its own. Timings go to `spent(name, seconds)`."""
 
@@ -202,22 +214,13 @@ class Shelf:
 
     # -- building
 
-    def find_parent(self, c: Connection, fingerprint: int, key: bytes, now: int) -> Parent | None:
-        """The learned entry whose tokens are the longest proper prefix of `key`, with its bytes."""
-        best: tuple[int, int] | None = None
-        for id, n in prefixes.prefixes_of(c, fingerprint, key[:-4], now):
-            if best is not None and n <= best[1]:
-                continue
-            found = queries.entry(c, id, fingerprint)
-            if found is not None and found.entry_class == "learned" and found.parent is None:
-                best = (id, n)
-        if best is None:
-            return None
+    def parent(self, c: Connection, id: int, n_tokens: int) -> Parent | None:
+        """A learned entry with its bytes; None where it is damaged: the next get of it drops it."""
         try:
-            version, held = self.held(c, best[0])
+            version, held = self.held(c, id)
         except Damaged:
-            return None  # found and dropped by the next get of it
-        return Parent(best[0], best[1], version, held)
+            return None
+        return Parent(id, n_tokens, version, held)
 
     def build(
         self, main: Bytes, draft: Bytes | None, digests: dict[str, bytes], parent: Parent | None, min_saved: int
