@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .engine import Job
 from .errors import KVStoreError, WriteBehindError
+from .job import Job
 from .lru import RamCache
 from .records import Entry
 

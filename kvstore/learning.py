@@ -7,7 +7,8 @@ import time
 
 from . import layout, policy, prefixes, queries, slotfile
 from .db import Connection
-from .engine import Engine, Job, new_id
+from .engine import Engine
+from .job import Job, new_id
 from .errors import InvalidInputError, LayoutError, NotFoundError
 from .hashing import digest
 from .layout_cells import as_bytes
@@ -117,14 +118,11 @@ def _adopt_one(engine: Engine, id: int, learned: Entry) -> bool:
     stored = sum(part.data.size for part in parts)
     if not shared or stored >= entry.stored:
         return False
-    with engine.writing() as (c, dropped):
+    with engine.space.room(stored, stored, learned.id) as (c, _):
         # Another thread or process may have been here since the read.
         if tuple(row.id for row in queries.blobs(c, id)) != version:
             return False
         if tuple(row.id for row in queries.blobs(c, learned.id)) != parent_version:
-            return False
-        engine.space.make_room(c, stored, stored, learned.id, engine.evictor(dropped))
-        if queries.entry(c, id, None) is None:  # evicted for its own delta
             return False
         engine.replace_parts(c, entry, parts, learned.id)
     engine.ram.discard(id)

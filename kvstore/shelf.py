@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from . import bkvd, blobs, prefixes, queries
 from .db import Connection
-from .errors import DeltaError, InvalidInputError
+from .errors import DeltaError
 from .hashing import Hasher, digest
 from .lru import Held, RamCache
 from .policy import Cuts as Cuts
@@ -52,21 +49,6 @@ class Parent:
     n_tokens: int
     version: tuple[int, ...]
     held: Held
-
-
-def as_array(data: Any, what: str) -> Bytes:
-    """Anything bytes-like as a uint8 array of shape (n,), not copied. Raises InvalidInputError."""
-    try:
-        view = memoryview(data)
-    except TypeError:
-        raise InvalidInputError(
-            f"{what} is {type(data).__name__}, not bytes", hint="give bytes, a memoryview, an array or an mmap"
-        ) from None
-    if not view.c_contiguous:
-        raise InvalidInputError(f"{what} is not contiguous", hint="give a contiguous copy of it")
-    if view.nbytes == 0:
-        raise InvalidInputError(f"{what} is empty", hint="a state that the engine could not save is not worth keeping")
-    return np.frombuffer(view, np.uint8)
 
 
 def learned_prefix(c: Connection, fingerprint: int, key: bytes, now: int) -> tuple[int, int] | None:

@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 
 from . import check, db, layout, learning, meta, policy, prefixes, queries, upkeep
+from .arguments import as_array, as_tokens, choice, entry_id, is_text, whole
 from .behind import Pending, WriteBehind
-from .engine import Engine, Job, new_id
+from .engine import Engine
 from .errors import InvalidInputError, KVStoreError, NotFoundError, StoreIOError
 from .hashing import digest, family
+from .job import Job, new_id
 from .lru import RamCache
+from .policy import cuts_of
 from .records import (
     CLASSES,
     SOURCES,
@@ -29,57 +32,11 @@ from .records import (
     SavedState,
     Source,
     Stats,
-    Tokens,
     hex_id,
 )
-from .shelf import as_array, cuts_of
 
 ENTRIES_PER_PAGE = 256
 MAX_TIMEOUT = 2_000_000  # seconds; SQLite counts milliseconds in an int
-
-
-def as_tokens(tokens: Any) -> Tokens:
-    """Token ids as a new int32 array of shape (n,). Raises InvalidInputError."""
-    hint = "give a non-empty flat sequence of token ids"
-    try:
-        array = np.asarray(tokens)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidInputError(f"tokens are no integers: {error}", hint=hint) from None
-    if array.ndim != 1 or array.size == 0:
-        raise InvalidInputError(f"tokens have the shape {array.shape}", hint=hint)
-    if array.dtype.kind not in "iu":
-        raise InvalidInputError(f"tokens are {array.dtype}, not int32", hint=hint)
-    if array.dtype != np.int32:
-        low, high = int(array.min()), int(array.max())
-        if low < -(1 << 31) or high >= 1 << 31:
-            raise InvalidInputError(f"token {low if low < -(1 << 31) else high} does not fit int32", hint=hint)
-    return array.astype(np.int32)
-
-
-def _choice(value: str, allowed: tuple[str, ...], what: str) -> str:
-    if value not in allowed:
-        raise InvalidInputError(f"unknown {what} {value!r}", hint=f"one of {', '.join(allowed)}")
-    return value
-
-
-def _whole(value: Any, what: str, low: int, high: int = (1 << 63) - 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
-        raise InvalidInputError(f"{what} is {value!r}", hint=f"give a whole number from {low}")
-    return int(value)
-
-
-def _id(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 < value < 1 << 64:
-        raise InvalidInputError(f"id {value!r} is no entry id", hint="ids are whole numbers from 1 to 2^64 - 1")
-    return int(value)
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _close(engine: Engine, behind: WriteBehind, background: upkeep.Upkeep | None) -> None:
@@ -135,7 +92,7 @@ class Store:
             raise InvalidInputError(f"path is {path!r}", hint='give the path of a file, or ":memory:"')
         if not isinstance(fingerprint, str):
             raise InvalidInputError(f"fingerprint is {type(fingerprint).__name__}, not str")
-        if not _is_text(fingerprint):
+        if not is_text(fingerprint):
             raise InvalidInputError(f"fingerprint {fingerprint!r} is no text", hint="it holds lone surrogates")
         sizes = {"cache_ram_mib": cache_ram_mib, "cache_disk_mib": cache_disk_mib, "min_saved_mib": min_saved_mib}
         for name, value in sizes.items():
@@ -232,15 +189,15 @@ class Store:
         """
         self._ready()
         array = as_tokens(tokens)
-        _choice(entry_class, CLASSES, "class")
-        _choice(source, SOURCES, "source")
-        n_system = _whole(n_system, "n_system", 0, len(array))
-        user_start = _whole(user_start, "user_start", 0, len(array))
+        choice(entry_class, CLASSES, "class")
+        choice(source, SOURCES, "source")
+        n_system = whole(n_system, "n_system", 0, len(array))
+        user_start = whole(user_start, "user_start", 0, len(array))
         if not isinstance(excerpt, str | bytes):
             raise InvalidInputError(f"excerpt is {type(excerpt).__name__}, not str")
-        ttl = None if ttl is None else _whole(ttl, "ttl", 1, 1 << 40)
-        n_input = len(array) if n_input is None else _whole(n_input, "n_input", 0)
-        n_images = _whole(n_images, "n_images", 0)
+        ttl = None if ttl is None else whole(ttl, "ttl", 1, 1 << 40)
+        n_input = len(array) if n_input is None else whole(n_input, "n_input", 0)
+        n_images = whole(n_images, "n_images", 0)
         main = as_array(state, "state")
         second = None if draft is None else as_array(draft, "draft")
         job = Job(
@@ -301,7 +258,7 @@ class Store:
         are read-only. An entry that cannot be given back right is dropped, with a logged warning, and is a miss.
         """
         self._ready()
-        id = _id(id)
+        id = entry_id(id)
         pending = self._behind.get(id)
         if pending is not None:
             pending.uses.append(self._engine.now())
@@ -313,7 +270,7 @@ class Store:
         if saved is None:
             return None
         if n_tokens is not None and n_tokens != saved.entry.n_tokens:
-            n = _whole(n_tokens, "n_tokens", 1, saved.entry.n_tokens)
+            n = whole(n_tokens, "n_tokens", 1, saved.entry.n_tokens)
             saved = SavedState(
                 saved.entry,
                 saved.tokens[:n],
@@ -330,7 +287,7 @@ class Store:
         if saved is None or saved.entry.entry_class != "normal":
             return saved
         # Of two who take at once, one deletes it: the other has a miss.
-        return saved if self._engine.delete(_id(id), "resident", "taken") else None
+        return saved if self._engine.delete(entry_id(id), "resident", "taken") else None
 
     def match(self, tokens: Any) -> Match | None:
         """The entry that can serve the most leading tokens of a request, and how many; None where none serves any.
@@ -366,7 +323,7 @@ class Store:
     def entry(self, id: int) -> Entry | None:
         """What is known of an entry; reads none of its bytes."""
         self._ready()
-        pending = self._behind.get(_id(id))
+        pending = self._behind.get(entry_id(id))
         if pending is not None:
             return pending.entry
         with self._engine.db.read() as c:
@@ -376,9 +333,9 @@ class Store:
         """All live entries, in no particular order, read in pages: a long walk keeps no snapshot of the file open."""
         self._settle()
         if entry_class is not None:
-            _choice(entry_class, CLASSES, "class")
+            choice(entry_class, CLASSES, "class")
         if family is not None:
-            family = _whole(family, "family", 0, (1 << 64) - 1)
+            family = whole(family, "family", 0, (1 << 64) - 1)
         return self._entries(family, entry_class)
 
     def _entries(self, family: int | None, entry_class: str | None) -> Iterator[Entry]:
@@ -401,9 +358,9 @@ class Store:
         """Changes the class of an entry, or its expiry: ttl seconds from now, 0 = never. Raises NotFoundError."""
         self._settle()
         if entry_class is not None:
-            _choice(entry_class, CLASSES, "class")
-        _choice(source, SOURCES, "source")
-        return self._engine.set(_id(id), entry_class, source, None if ttl is None else _whole(ttl, "ttl", 0, 1 << 40))
+            choice(entry_class, CLASSES, "class")
+        choice(source, SOURCES, "source")
+        return self._engine.set(entry_id(id), entry_class, source, None if ttl is None else whole(ttl, "ttl", 0, 1 << 40))
 
     def delete(self, id: int, *, children: str = "resident") -> list[int]:
         """Removes an entry; gives the ids of all that went.
@@ -412,8 +369,8 @@ class Store:
         all of them (both rebuilt whole), "drop" none.
         """
         self._settle()
-        _choice(children, ("resident", "keep", "drop"), "value of children")
-        removed = self._engine.delete(_id(id), children)
+        choice(children, ("resident", "keep", "drop"), "value of children")
+        removed = self._engine.delete(entry_id(id), children)
         self._wake()
         return removed
 
@@ -426,11 +383,11 @@ class Store:
         self._settle()
         engine = self._engine
         if isinstance(tokens, int | np.integer):
-            id = _id(tokens)
+            id = entry_id(tokens)
             entry = self.entry(id)
             if entry is None:
                 raise NotFoundError(f"no entry {hex_id(id)}", id=hex_id(id))
-            n = entry.n_tokens if n_tokens is None else _whole(n_tokens, "n_tokens", 1, entry.n_tokens)
+            n = entry.n_tokens if n_tokens is None else whole(n_tokens, "n_tokens", 1, entry.n_tokens)
             with engine.db.read() as c:
                 theirs = queries.fingerprint_of(c, id)
             if theirs is not None and theirs != engine.fingerprint:
@@ -439,7 +396,7 @@ class Store:
                 )
         else:
             array = as_tokens(tokens)
-            n = len(array) if n_tokens is None else _whole(n_tokens, "n_tokens", 1, len(array))
+            n = len(array) if n_tokens is None else whole(n_tokens, "n_tokens", 1, len(array))
             with engine.db.read() as c:
                 found = learning.source_of(engine, c, array[:n])
             if found is None:
