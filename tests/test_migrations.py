@@ -368,6 +368,23 @@ def test_a_log_that_a_killed_process_left(path: Path, tmp_path: Path) -> None:
     assert version(path.with_name(path.name + ".v1-backup")) == 1
 
 
+def test_a_journal_that_a_killed_process_left(path: Path) -> None:
+    expected = legacykit.odd(path, 13)
+    script = """
+import os, sqlite3, sys
+c = sqlite3.connect(sys.argv[1], isolation_level=None)
+c.execute("PRAGMA cache_size = 1")
+c.execute("BEGIN")
+c.execute("UPDATE blobs SET data = zeroblob(length(data))")
+c.execute("UPDATE entries SET tokens = zeroblob(length(tokens))")
+os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", script, str(path)], check=False)
+    assert path.with_name(path.name + "-journal").stat().st_size > 512
+    legacykit.check(path, expected)
+    assert sorted(p.name for p in path.parent.iterdir()) == [path.name, path.name + ".v1-backup"]
+
+
 # A process of its own: two builds of SQLite in one process do not see each other's locks.
 HOLD = """
 import sqlite3, sys
