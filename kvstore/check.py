@@ -111,7 +111,7 @@ def walk(database: Database, sql: str) -> set[int]:
     def read(sql: str, low: int, high: int) -> tuple[list[int], bool]:
         found: list[int] = []
         try:
-            with database.read() as c:
+            with database.exclusive() as c:  # which damage does not close
                 for (id,) in c.execute(sql, (low, high)):
                     found.append(id)
         except Unreadable:

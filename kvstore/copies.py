@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from . import db, prefixes, queries
 from .check import Progress
 from .db import Connection, Database
-from .engine import Engine, Job, new_id
+from .engine import Engine
 from .errors import BusyError, InvalidInputError, StoreIOError
 from .hashing import digest
+from .job import Job, new_id
 from .lru import RamCache
 from .meta import MetaBlock
 from .records import Bytes, Entry, Tokens
@@ -96,8 +97,15 @@ def exported(c: Connection, entry: Entry, main: Bytes, draft: Bytes | None) -> E
     tokens = queries.tokens(c, entry.id)
     if tokens is None or tokens.size != entry.n_tokens:
         raise Damaged(entry.id, "its tokens are damaged")
-    saved, reused = queries.family_flags(c, entry.id)
-    block = MetaBlock(
+    block = block_of(entry, queries.family_flags(c, entry.id))
+    fingerprint = queries.fingerprint_of(c, entry.id) or ""
+    return Exported(block, tokens, main, draft, fingerprint, entry.n_images, queries.head(c, entry.id))
+
+
+def block_of(entry: Entry, flags: tuple[bool, bool]) -> MetaBlock:
+    """The meta block of an entry; `flags` say whether it was counted in its family as saved, and as reused."""
+    saved, reused = flags
+    return MetaBlock(
         id=entry.id,
         entry_class=entry.entry_class,
         source=entry.source,
@@ -113,8 +121,6 @@ def exported(c: Connection, entry: Entry, main: Bytes, draft: Bytes | None) -> E
         excerpt=entry.excerpt,
         parent=entry.parent,
     )
-    fingerprint = queries.fingerprint_of(c, entry.id) or ""
-    return Exported(block, tokens, main, draft, fingerprint, entry.n_images, queries.head(c, entry.id))
 
 
 def restore(engine: Engine, item: Exported) -> Entry | None:

@@ -92,6 +92,13 @@ def entry(c: Connection, id: int, fingerprint: int | None) -> Entry | None:
     return None if row is None else _entry(row)
 
 
+def meta_alone(c: Connection, id: int) -> Entry | None:
+    """An entry by its row in meta, which may be all that is left of it; its n_tokens is 0."""
+    columns = _ENTRY.replace("e.id", "m.entry").replace("e.n_tokens", "0")
+    row = c.execute(f"SELECT {columns} FROM meta m WHERE m.entry = ?", (signed(id),)).fetchone()
+    return None if row is None else _entry(row)
+
+
 def entries_page(
     c: Connection, after: int, limit: int, fingerprint: int | None, family: int | None, entry_class: str | None, now: int
 ) -> list[Entry]:

@@ -42,6 +42,7 @@ def repair(engine: Engine, problems: Sequence[Problem]) -> list[int]:
     if "rows" in remedies or bad:
         _attempt(engine, queries.delete_orphans)
         _attempt(engine, blobs.reclaim)
+        _attempt(engine, audit.clear_writers)
     for id in sorted({p.entry for p in problems if p.remedy == "cuts" and p.entry is not None} - set(removed)):
         _attempt(engine, lambda c, id=id: _find_cuts(engine, c, id))  # type: ignore[misc]
     if remedies & {"totals", "rows"}:
@@ -108,7 +109,7 @@ class _Rows:
 
     def _row(self, read: Callable[[Connection, int], T | None], id: int) -> T | None:
         try:
-            with self._database.read() as c:
+            with self._database.exclusive() as c:
                 return read(c, id)
         except Unreadable:
             return None
@@ -126,20 +127,15 @@ def salvage(source: Lenient, target: Engine, progress: Progress | None = None) -
     Parents go first, so what was stored against one is again; where the parent cannot be read its children are lost.
     """
     ids, lost = check.all_ids(source)
-    listed: list[tuple[bool, int, int, int]] = []
+    listed: list[tuple[bool, int, int]] = []
     for id in ids:
-        try:
-            with source.read() as c:
-                entry = queries.entry(c, id, None)
-        except Unreadable:
-            entry = None
-        rank = (False, 0, id, 1) if entry is None else (entry.parent is not None, entry.n_tokens, id, entry.size)
-        listed.append(rank)
-    total = sum(row[3] for row in listed)
+        entry = _part(source, lambda c, id=id: queries.meta_alone(c, id))  # type: ignore[misc]
+        listed.append((False, id, 1) if entry is None else (entry.parent is not None, id, entry.size))
+    total = sum(row[2] for row in listed)
     done = 0
     saved: list[int] = []
     rows = _Rows(source)
-    for _, _, id, n_bytes in sorted(listed):
+    for _, id, n_bytes in sorted(listed):
         item = _try(source, rows, id)
         if isinstance(item, str) and not rows.collected:
             rows.collect()  # an index may be at fault
@@ -162,31 +158,34 @@ def _try(source: Lenient, rows: _Rows, id: int) -> copies.Exported | str:
             states = _states(c, rows, id)
     except (*Unreadable, Damaged, blobs.UnreadableBlob, DeltaError) as error:
         return error.message if isinstance(error, KVStoreError) else str(error)
-    try:
-        with source.read() as c:
-            entry = queries.entry(c, id, None)
-            if entry is not None:
-                return copies.exported(c, entry, states["main"], states.get("draft"))
-    except (*Unreadable, Damaged):
-        pass  # a row is lost; what an index repeats of it is used instead
-    try:
-        with source.read() as c:
-            return _by_indexes(c, id, states)
-    except (*Unreadable, Damaged) as error:
-        return error.message if isinstance(error, KVStoreError) else str(error)
-
-
-def _by_indexes(c: Connection, id: int, states: dict[str, Bytes]) -> copies.Exported:
-    """An entry whose own rows are lost: its tokens and fingerprint as indexes repeat them, its meta by default."""
-    found = audit.tokens_by_index(c, id)
-    if found is None:
-        raise Damaged(id, "its tokens are lost")
-    fingerprint = audit.fingerprint_by_index(c, found[0])
+    # What is left of its rows, and what indexes repeat of those that are lost.
+    entry = _part(source, lambda c: queries.meta_alone(c, id))
+    indexed = _part(source, lambda c: audit.tokens_by_index(c, id))
+    tokens = _part(source, lambda c: queries.tokens(c, id))
+    if tokens is None and indexed is not None:
+        tokens = np.frombuffer(indexed[1], "<i4").astype(np.int32)
+    if tokens is None or not tokens.size:
+        return "its tokens are lost"
+    fingerprint = _part(source, lambda c: queries.fingerprint_of(c, id))
+    if fingerprint is None and indexed is not None:
+        fingerprint = _part(source, lambda c: audit.fingerprint_by_index(c, indexed[0]))
     if fingerprint is None:
-        raise Damaged(id, "its fingerprint is lost")
-    tokens = np.frombuffer(found[1], "<i4").astype(np.int32)
-    block = MetaBlock(id=id, family=family(tokens, 0, 0), n_input=len(tokens))
-    return copies.Exported(block, tokens, states["main"], states.get("draft"), fingerprint, 0, None)
+        return "its fingerprint is lost"
+    if entry is None:
+        block, n_images = MetaBlock(id=id, family=family(tokens, 0, 0), n_input=len(tokens)), 0
+    else:
+        flags = _part(source, lambda c: queries.family_flags(c, id)) or (False, False)
+        block, n_images = copies.block_of(entry, flags), entry.n_images
+    head = _part(source, lambda c: queries.head(c, id))
+    return copies.Exported(block, tokens, states["main"], states.get("draft"), fingerprint, n_images, head)
+
+
+def _part(source: Lenient, read: Callable[[Connection], T | None]) -> T | None:
+    try:
+        with source.read() as c:
+            return read(c)
+    except Unreadable:
+        return None
 
 
 def _states(c: Connection, rows: _Rows, id: int) -> dict[str, Bytes]:
