@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,9 +29,6 @@ from kvstore.engines import demo
 from kvstore.engines.llama_server import LlamaServer
 
 pytestmark = pytest.mark.slow
-
-# A window or recurrent state without checkpoints is of no use to the server that wrote it.
-REUSES_NOTHING = "before October 2026"
 
 
 def _survives(server: LlamaServer, url: str, *, tokens: int = 8) -> list[float]:
@@ -91,8 +89,10 @@ def test_older_servers(tmp_path: Path, python: str | None, architecture: str) ->
     for slots in (1, 2):
         folder = tmp_path / str(slots)
         with proxykit.both(folder, architecture, python=python, parallel=slots, n_ctx=4096 * slots) as (server, url):
-            shares = _survives(server, url)
+            # One token: of more the server of May 2026 cannot make an answer, where they are no text.
+            shares = _survives(server, url, tokens=1)
             assert stats(url)["failures"] == 0
+            # A window or recurrent state without checkpoints is of little use to the server that wrote it.
             if architecture == "llama":
                 assert min(shares) > 0.8
         assert os.listdir(server.slot_dir) == []
@@ -100,7 +100,7 @@ def test_older_servers(tmp_path: Path, python: str | None, architecture: str) ->
 
 @contextmanager
 def _process(server: LlamaServer, store: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    with __import__("socket").create_server(("127.0.0.1", 0)) as probe:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     argv = [sys.executable, "-m", "kvstore.engines.proxy", "--upstream", server.url, "--slot-dir", str(server.slot_dir)]
     argv += ["--store", str(store), "--listen", f"127.0.0.1:{port}"]

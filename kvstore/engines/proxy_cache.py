@@ -13,6 +13,7 @@ from .. import slotfile
 from ..errors import LayoutError
 from ..records import Match, hex_id
 from ..store import Store
+from .proxy_fingerprint import restore
 from .proxy_metrics import Metrics, Recent
 from .proxy_prompt import Prompt, common, continues
 from .proxy_saver import Saver
@@ -196,14 +197,7 @@ class Cache:
             file = await server.run(self._state, store, match, identity.form)
             if file is None:
                 return
-            path = await server.run(server.files.write, file)
-            try:
-                answer = await server.upstream.ask(
-                    "POST", f"/slots/{slot.id}?action=restore", {"filename": path.name}, timeout=RESTORE_SECONDS
-                )
-            finally:
-                # Not awaited: freeing a large file takes a while.
-                _ = asyncio.get_running_loop().run_in_executor(None, lambda: path.unlink(missing_ok=True))
+            n = await restore(server.upstream, server.files, slot.id, file, RESTORE_SECONDS)
         except UpstreamError as error:
             self.metrics.count("restores_failed")
             if error.status is None:
@@ -218,7 +212,6 @@ class Cache:
             log.warning("entry %s was not restored", hex_id(match.entry.id), exc_info=True)
             return
         seconds = time.perf_counter() - started
-        n = int(answer["n_restored"])
         slot.tokens, slot.n_total, slot.stored, slot.entry = file.tokens[:n], n, n, match.entry.id
         lease.restored = match
         lease.recent.restore_ms = seconds * 1e3

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import secrets
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 from .. import slotfile
 from ..errors import SlotFileError
 
-_NAME = re.compile(r"\.?kvstore-(\d+)-[0-9a-f]{16}\.(?:bin|tmp)")
+# Process id, which use of it, and at random.
+_NAME = re.compile(r"\.?kvstore-(\d+)-([0-9a-f]{8})[0-9a-f]{8}\.(?:bin|tmp)")
+_LIVE: set[str] = set()  # those of this process; in a container a killed proxy had the same process id
 # A process id is used again one day; no file is in use for so long.
 OLD_SECONDS = 3600.0
+CLOSE_SECONDS = 10.0
+T = TypeVar("T")
 
 
 def _alive(pid: int) -> bool:
@@ -34,6 +41,28 @@ class SlotFiles:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._use = secrets.token_hex(4)
+        _LIVE.add(self._use)
+
+    def task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A use of files that goes on if nobody waits for it any more; `close` waits."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, also where nobody waits
+
+    async def close(self) -> None:
+        """Waits for the uses under way, and leaves no file behind."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+        _LIVE.discard(self._use)
+        self.remove_stale()
 
     def remove_stale(self) -> list[str]:
         """Removes the files of proxies that were killed; their names."""
@@ -43,14 +72,15 @@ class SlotFiles:
             if found is None:
                 continue
             with suppress(OSError):
-                ours = int(found[1]) == os.getpid()
-                if ours or not _alive(int(found[1])) or time.time() - path.stat().st_mtime > OLD_SECONDS:
+                pid, use = int(found[1]), found[2]
+                live = use in _LIVE if pid == os.getpid() else _alive(pid)
+                if not live or time.time() - path.stat().st_mtime > OLD_SECONDS:
                     path.unlink()
                     gone.append(path.name)
         return gone
 
     def _new_name(self) -> str:
-        return f"kvstore-{os.getpid()}-{secrets.token_hex(8)}"
+        return f"kvstore-{os.getpid()}-{self._use}{secrets.token_hex(4)}"
 
     def for_save(self) -> Path:
         """An empty file that the server may write into: so it gets our mode, not what the server's umask gives."""

@@ -78,13 +78,35 @@ async def probe(upstream: Upstream, files: SlotFiles, n_slots: int) -> tuple[slo
 
 async def save(upstream: Upstream, files: SlotFiles, slot: int, timeout: float = PROBE_SECONDS) -> slotfile.SlotFile:
     """What a slot holds, through a file that is removed again. Raises UpstreamError, SlotFileError, OSError."""
+
+    async def through_file() -> slotfile.SlotFile:
+        path = files.for_save()
+        try:
+            body = {"filename": path.name}
+            answer = await upstream.ask("POST", f"/slots/{slot}?action=save", body, timeout=timeout)
+            return await asyncio.get_running_loop().run_in_executor(None, files.read, path, int(answer["n_written"]))
+        finally:
+            path.unlink(missing_ok=True)
+
+    # Who waits may be cancelled. The server would then still write the file, after it was removed.
+    return await asyncio.shield(files.task(through_file()))
+
+
+async def restore(upstream: Upstream, files: SlotFiles, slot: int, file: slotfile.SlotFile, timeout: float) -> int:
+    """Puts a state into a slot; the number of tokens. Raises UpstreamError, SlotFileError, OSError."""
     loop = asyncio.get_running_loop()
-    path = files.for_save()
-    try:
-        answer = await upstream.ask("POST", f"/slots/{slot}?action=save", {"filename": path.name}, timeout=timeout)
-        return await loop.run_in_executor(None, files.read, path, int(answer["n_written"]))
-    finally:
-        path.unlink(missing_ok=True)
+
+    async def through_file() -> int:
+        path = await loop.run_in_executor(None, files.write, file)
+        try:
+            body = {"filename": path.name}
+            answer = await upstream.ask("POST", f"/slots/{slot}?action=restore", body, timeout=timeout)
+            return int(answer["n_restored"])
+        finally:
+            # Not waited for: freeing a large file takes a while.
+            loop.run_in_executor(None, lambda: path.unlink(missing_ok=True))
+
+    return await asyncio.shield(files.task(through_file()))
 
 
 def _model(props: dict[str, Any]) -> dict[str, Any]:

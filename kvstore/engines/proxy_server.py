@@ -238,6 +238,8 @@ class Server:
             self._linking.cancel()
             with suppress(asyncio.CancelledError):
                 await self._linking
+        with suppress(OSError):
+            await self.files.close()
         if self.store is not None:
             with suppress(KVStoreError):
                 await self.run_put(self.store.close)
