@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 from . import blobs, policy, prefixes, queries, tally, upgrade
 from .db import Connection, Database
-from .errors import BusyError, CorruptStoreError, DiskFullError, KVStoreError, NotFoundError
+from .errors import BusyError, CorruptStoreError, DiskFullError, KVStoreError, NotFoundError, OverBudgetError
+from .job import Job
 from .lru import RamCache
-from .records import Bytes, Entry, EntryClass, SavedState, Source, Tokens, hex_id
-from .shelf import Cuts, Damaged, Parent, Part, Shelf, learned_prefix
+from .records import Entry, EntryClass, SavedState, Source, hex_id
+from .shelf import Damaged, Parent, Part, Shelf, learned_prefix
 from .space import Space
 from .tally import Tally
 
@@ -30,59 +29,8 @@ ASKED = ("deleted", "taken")
 QUIET = (*ASKED, "contained", "replaced")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Job:
-    """A put whose arguments have been checked. The arrays are the caller's, or private copies (`owned`)."""
-
-    id: int
-    tokens: Tokens
-    key: bytes
-    main: Bytes
-    draft: Bytes | None
-    digests: dict[str, bytes]
-    cuts: Cuts
-    entry_class: EntryClass
-    source: Source
-    ttl: int | None
-    family: int
-    excerpt: str
-    n_input: int
-    n_images: int
-    share: bool
-    head: bytes | None = None
-
-    @property
-    def size(self) -> int:
-        return self.main.size + (0 if self.draft is None else self.draft.size)
-
-    def entry(self, now: int, stored: int, parent: int | None) -> Entry:
-        return Entry(
-            id=self.id,
-            n_tokens=len(self.tokens),
-            n_images=self.n_images,
-            entry_class=self.entry_class,
-            source=self.source,
-            created_at=now,
-            last_used=now,
-            expires_at=policy.expires_at(now, self.ttl),
-            ttl=self.ttl,
-            hits=0,
-            family=self.family,
-            n_input=self.n_input,
-            excerpt=self.excerpt,
-            parent=parent,
-            size=self.size,
-            stored=stored,
-        )
-
-
 class _Lost(Exception):
     """What a put relied on (its parent, its staged blob) was removed by another process: try again."""
-
-
-def new_id() -> int:
-    """A random nonzero u64."""
-    return secrets.randbelow((1 << 64) - 1) + 1
 
 
 class Engine:
@@ -97,7 +45,7 @@ class Engine:
         self.min_saved = min_saved
         self.tally = Tally()
         self.shelf = Shelf(ram, verify, self.tally.spent)
-        self.space = Space(database, disk_budget)
+        self.space = Space(database, disk_budget, self.writing, self.evictor)
         self.writer = blobs.writer_name()
         self.last_put = 0.0
         self._fingerprint_id: int | None = None
@@ -208,7 +156,8 @@ class Engine:
                 with self.db.write() as c:
                     n = blobs.reclaim(c)
                 log.info("reclaimed the space of %d states that were cut off while being written", n)
-        self.space.shrink_to_budget(self.writing, self.evictor)
+        with suppress(OverBudgetError):  # what is left is the empty schema
+            self.space.make(0, 0, None)
 
     # -- put
 
@@ -283,13 +232,15 @@ class Engine:
     def _refresh(self, same: Entry, job: Job) -> Entry | None:
         """Puts an entry again that is there already: only its meta changes. None where it went meanwhile."""
         now = self.now()
-        with self.writing() as (c, dropped):
+        # A delta that becomes learned becomes whole.
+        learned = policy.merged_class((same.entry_class, same.source), (job.entry_class, job.source))[0] == "learned"
+        grown = same.size if learned and same.parent is not None else 0
+        with self.space.room(grown, grown, same.id) if grown else self.writing() as (c, _):
             found = queries.entry(c, same.id, None)
-            if found is None:
+            if found is None or (found.parent is not None and learned and not grown):
                 return None
             entry_class, source = policy.merged_class((found.entry_class, found.source), (job.entry_class, job.source))
             if entry_class == "learned" and found.parent is not None:
-                self.space.make_room(c, found.size, found.size, found.parent, self.evictor(dropped))
                 found = self.make_whole(c, found)
             entry = dataclasses.replace(
                 job.entry(now, found.stored, found.parent),
@@ -310,24 +261,21 @@ class Engine:
     ) -> tuple[Entry, tuple[int, ...]]:
         total = sum(part.data.size for part in parts)
         need = total + 3 * len(job.key)
-        batch = self.space.batch_bytes(blobs.BATCH_CHUNKS * blobs.CHUNK_BYTES)
+        batch = self.space.batch_bytes()
         spare = None if parent is None else parent.id
-        self.space.before()
         with self.db.sync_ahead() as kick:
             if total <= batch:
-                with self.writing() as (c, dropped):
-                    self.space.make_room(c, need, need, spare, self.evictor(dropped))
+                with self.space.room(need, need, spare) as (c, dropped):
                     staged = self._stage(c, parts)
                     for blob, part in zip(staged, parts, strict=True):
                         blobs.write(c, blob, part.data, kick=kick)
                     return self._publish(c, job, parts, staged, parent, prefix, dropped)
             staged = []
             try:
-                with self.writing(durable=False) as (c, dropped):
-                    self.space.make_room(c, need, batch, spare, self.evictor(dropped))
+                with self.space.room(need, batch, spare, durable=False) as (c, _):
                     staged = self._stage(c, parts)
                 self._write_batches(parts, staged, need, batch, spare, kick)
-                with self.writing() as (c, dropped):
+                with self.space.room(need - total, need - total, spare) as (c, dropped):
                     for blob, part in zip(staged, parts, strict=True):
                         if queries.chunk_total(c, blob)[1] != part.data.size:
                             raise _Lost
@@ -347,10 +295,8 @@ class Engine:
         for blob, part in zip(staged, parts, strict=True):
             seq = 0
             while seq >= 0:
-                self.space.before()
-                with self.writing(durable=False) as (c, dropped):
-                    left = need - seq * blobs.CHUNK_BYTES
-                    self.space.make_room(c, left, min(left, batch), spare, self.evictor(dropped))
+                left = need - seq * blobs.CHUNK_BYTES
+                with self.space.room(left, min(left, batch), spare, durable=False) as (c, _):
                     if queries.blob_writer(c, blob) != self.writer:
                         raise _Lost
                     seq = blobs.write(c, blob, part.data, seq, count, kick)
@@ -410,8 +356,7 @@ class Engine:
                     (old.entry_class, old.source), (entry.entry_class, entry.source)
                 )
                 entry = dataclasses.replace(entry, entry_class=entry_class, source=source)
-                for child in queries.children(c, id):
-                    self._keep_child(c, child, dropped)
+                self._keep_children(c, queries.children(c, id), dropped, sum(p.data.size for p in parts))
             self.drop(c, id, "replaced", dropped)
         for id, n in list(prefixes.prefixes_of(c, fingerprint, job.key[:-4], self.now())):
             old = queries.entry(c, id, fingerprint)
@@ -491,28 +436,54 @@ class Engine:
             return self._delete(id, children, why)  # the log was emptied: who makes room gets a second try
 
     def _delete(self, id: int, children: str, why: str) -> list[int]:
+        if children != "drop":
+            self._make_room_for_children(id, children == "keep")
         with self.writing() as (c, dropped):
             entry = queries.entry(c, id, self.scope(c))
             if entry is None:
                 return []
             if children != "drop":
-                held = set(self.ram.ids())
-                for child in queries.children(c, id):
-                    if children == "keep" or child in held:
-                        self._keep_child(c, child, dropped)
+                self._keep_children(c, self._to_keep(c, id, children == "keep"), dropped)
             self.drop(c, id, why, dropped)
-            removed = [e.id for e, _ in dropped]
-        return removed
+            return [e.id for e, _ in dropped]
 
-    def _keep_child(self, c: Connection, child: int, dropped: list[tuple[Entry, str]]) -> None:
-        """Rebuilds a child whole, before its parent goes; one that cannot be is dropped."""
-        entry = queries.entry(c, child, None)
-        if entry is None:
+    def _to_keep(self, c: Connection, id: int, all_of_them: bool) -> list[int]:
+        """The children that stay when their parent is deleted."""
+        held = set() if all_of_them else set(self.ram.ids())
+        return [child for child in queries.children(c, id) if all_of_them or child in held]
+
+    def _make_room_for_children(self, id: int, all_of_them: bool) -> None:
+        """Room in the budget for children that will be whole; where that is not enough for all, they go as others do."""
+        if not self.space.limited:
             return
-        try:
-            self.make_whole(c, entry)
-        except Damaged as error:
-            self.drop(c, child, f"damaged: {error.reason}", dropped)
+        with self.db.read() as c:
+            found = (queries.entry(c, child, None) for child in self._to_keep(c, id, all_of_them))
+            entries = sorted((e for e in found if e is not None), key=lambda e: e.last_used)
+        if not entries:
+            return
+        with self.writing(durable=False) as (c, _):
+            for entry in entries:
+                queries.touch(c, entry.id, 0, entry.last_used)  # they are in use: others go first
+        need = min(sum(e.size for e in entries), self.space.most())
+        with suppress(OverBudgetError):
+            self.space.make(need, need, id)
+
+    def _keep_children(
+        self, c: Connection, children: list[int], dropped: list[tuple[Entry, str]], written: int = 0
+    ) -> None:
+        """Rebuilds children whole, before their parent goes; those that cannot be, or have no room, are dropped."""
+        for child in children:
+            entry = queries.entry(c, child, None)
+            if entry is None:
+                continue
+            written += entry.size
+            if not self.space.fits(c, entry.size, written):
+                self.drop(c, child, "disk_budget", dropped)
+                continue
+            try:
+                self.make_whole(c, entry)
+            except Damaged as error:
+                self.drop(c, child, f"damaged: {error.reason}", dropped)
 
     def make_whole(self, c: Connection, entry: Entry) -> Entry:
         """Stores an entry whole that was a delta, inside a transaction. Raises Damaged."""
@@ -535,13 +506,15 @@ class Engine:
 
     def set(self, id: int, entry_class: EntryClass | None, source: Source, ttl: int | None) -> Entry:
         now = self.now()
-        with self.writing() as (c, dropped):
+        with self.db.read() as c:
+            before = self.find(c, id)
+        grown = before.size if before is not None and before.parent is not None and entry_class == "learned" else 0
+        with self.space.room(grown, grown, id) if grown else self.writing() as (c, _):
             entry = self.find(c, id)
             if entry is None:
                 raise NotFoundError(f"no entry {hex_id(id)}", id=hex_id(id))
             if entry_class is not None:
                 if entry_class == "learned" and entry.parent is not None:
-                    self.space.make_room(c, entry.size, entry.size, entry.parent, self.evictor(dropped))
                     entry = self.make_whole(c, entry)
                 queries.set_class(c, id, entry_class, source)
                 entry = dataclasses.replace(entry, entry_class=entry_class, source=source)

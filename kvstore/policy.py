@@ -45,27 +45,6 @@ def merged_class(
     return old if new == ("normal", "default") else new
 
 
-def missing(
-    budget: int,
-    page_size: int,
-    page_count: int,
-    free_pages: int,
-    wal_bytes: int,
-    need_bytes: int,
-    log_bytes: int,
-    overhead_pages: int,
-) -> int:
-    """The bytes by which file and write-ahead log would pass the budget if `need_bytes` were stored; 0 where they fit.
-
-    The log holds each page that a transaction writes until the checkpoint has copied it, so the `log_bytes` that are
-    written at once count twice, unless the file has free pages for them.
-    """
-    need_pages = -(-need_bytes // page_size) + overhead_pages
-    log_pages = -(-log_bytes // page_size) + overhead_pages
-    grown = page_count + max(0, need_pages - free_pages)
-    return max(0, (grown + log_pages) * page_size + wal_bytes - budget)
-
-
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """An entry as auto-learning sees it: `shared` tokens come from its parent already (0: whole)."""

@@ -1,93 +1,170 @@
-"""The disk budget: what has to go before something is written, and how the file shrinks."""
+"""The disk budget: what has to go before something is written, and how the file shrinks.
+
+The file may grow to the budget less a part that is kept for the log: while the log is emptied before every transaction,
+and no transaction writes more than that part, file and log fit at every moment. Room is made ahead, in transactions of
+their own that are as small: eviction frees pages, and free pages are given back where the file is larger than it may be.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TypeAlias
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TypeAlias
 
-from . import policy, queries
+from . import blobs, policy, queries
 from .db import Connection, Database
-from .errors import OverBudgetError
+from .errors import BusyError, OverBudgetError
 from .records import Entry
 
 # Pages that a transaction writes beside its chunks: the b-trees of entries, meta, blobs and totals, and the free list.
-OVERHEAD_PAGES = 24
-PAGES_EVICTED = 4  # and what dropping one entry adds to them
+LOG_PAGES = 24
+# By which those grow with an entry, and what the empty schema takes.
+NEW_PAGES = 10
+BASE_PAGES = 32
+# One eviction was seen to write up to 15 pages, most of them the same ones again for the next.
+PAGES_EVICTED = 15
 Evict: TypeAlias = Callable[[Connection, int, str], None]
 Dropped: TypeAlias = list[tuple[Entry, str]]
-Writing: TypeAlias = Callable[[], AbstractContextManager[tuple[Connection, Dropped]]]
+Transaction: TypeAlias = AbstractContextManager[tuple[Connection, Dropped]]
+
+
+class Writing(Protocol):
+    """Opens a write transaction."""
+
+    def __call__(self, *, durable: bool = True, wait: bool = True) -> Transaction: ...
 
 
 class Space:
     """Keeps the file and its write-ahead log inside `budget` bytes (-1: no limit)."""
 
-    def __init__(self, database: Database, budget: int) -> None:
+    def __init__(
+        self, database: Database, budget: int, writing: Writing, evictor: Callable[[Dropped], Evict]
+    ) -> None:
         self.database = database
         self.budget = budget
+        self._writing = writing
+        self._evictor = evictor
+        self._page_size = 0
 
     @property
     def limited(self) -> bool:
         return self.budget >= 0 and not self.database.memory
 
-    def batch_bytes(self, largest: int) -> int:
+    @property
+    def page_size(self) -> int:
+        if not self._page_size:
+            with self.database.read() as c:
+                self._page_size = queries.pages(c)[0]
+        return self._page_size
+
+    def batch_bytes(self) -> int:
         """How much one transaction may write: a small budget gets a small log."""
+        largest = blobs.BATCH_CHUNKS * blobs.CHUNK_BYTES
         return largest if not self.limited else max(1 << 20, min(largest, self.budget // 16))
 
-    def before(self) -> None:
-        """Called before a transaction that needs room: empties the log, so that it counts for nothing."""
+    def bite(self, n: int, pages_each: int) -> int:
+        """How many of n things, each of which writes so many pages, one transaction may do."""
+        if not self.limited:
+            return n
+        return max(1, min(n, (LOG_PAGES + self.batch_bytes() // self.page_size) // pages_each))
+
+    def empty_log(self, *, wait: bool = True) -> None:
+        """So that the log counts for nothing in the next transaction."""
         if self.limited and self.database.wal_bytes():
-            self.database.checkpoint(truncate=True)
+            self.database.checkpoint(truncate=True, wait=wait)
 
-    def make_room(self, c: Connection, need_bytes: int, log_bytes: int, spare: int | None, evict: Evict) -> None:
-        """Evicts, inside the transaction, until `need_bytes` more fit; OverBudgetError where they cannot.
+    def most(self) -> int:
+        """Bytes that can be written at once, if all else goes."""
+        pages = self.budget // self.page_size - BASE_PAGES - NEW_PAGES - LOG_PAGES
+        return max(0, pages // 2 * self.page_size)
 
-        `log_bytes` of them are written at once, and so lie in the log as well for a while. `spare` is not evicted.
+    def _most_pages(self, log_bytes: int) -> int:
+        """Pages that the file may have, if the log is empty and a transaction writes so much."""
+        log_bytes = max(log_bytes, self.batch_bytes())
+        return self.budget // self.page_size - self._pages(log_bytes) - LOG_PAGES
+
+    def _pages(self, n_bytes: int) -> int:
+        return -(-n_bytes // self.page_size)
+
+    def fits(self, c: Connection, need_bytes: int, log_bytes: int) -> bool:
+        """Whether a transaction that has begun may store need_bytes more, and write log_bytes of them itself."""
+        if not self.limited:
+            return True
+        _, pages, free = queries.pages(c)
+        most = self._most_pages(log_bytes) - self._pages(self.database.wal_bytes())
+        return pages + max(0, self._pages(need_bytes) + NEW_PAGES - free) <= most
+
+    @contextmanager
+    def room(
+        self, need_bytes: int, log_bytes: int, spare: int | None, *, durable: bool = True
+    ) -> Iterator[tuple[Connection, Dropped]]:
+        """A write transaction with room for need_bytes, of which it writes log_bytes itself; evicts what it has to.
+
+        `spare` is not evicted. Raises OverBudgetError, with nothing evicted, where all the rest would not do.
         """
+        give_up = time.monotonic() + 2 * self.database.timeout
+        while True:
+            self.make(need_bytes, log_bytes, spare)
+            fits = False
+            with self._writing(durable=durable) as (c, dropped):
+                fits = self.fits(c, need_bytes, log_bytes)  # another process may have taken the room
+                if fits:
+                    yield c, dropped
+            if fits:
+                self.empty_log(wait=False)
+                return
+            if time.monotonic() > give_up:
+                raise BusyError(
+                    f"{self.database.path}: its log can not be emptied, or others fill the room that is made",
+                    path=self.database.path,
+                )
+
+    def make(self, need_bytes: int, log_bytes: int, spare: int | None) -> None:
+        """Evicts, and shrinks the file, until need_bytes more fit."""
         if not self.limited:
             return
-        overhead = OVERHEAD_PAGES
-        while missing := self._missing(c, need_bytes, log_bytes, overhead):
-            overhead += PAGES_EVICTED
-            victim = queries.least_recently_used(c, spare)
-            if victim is None:
-                raise OverBudgetError(
-                    f"the entry does not fit into cache_disk_mib = {self.budget / policy.MIB:g}: "
-                    f"{missing / policy.MIB:.1f} MiB are missing with everything else dropped",
-                    missing=missing,
-                    budget=self.budget,
-                )
-            evict(c, victim, "disk_budget")
-
-    def _missing(self, c: Connection, need_bytes: int, log_bytes: int, overhead: int) -> int:
-        page_size, pages, free = queries.pages(c)
-        wal = self.database.wal_bytes()
-        return policy.missing(self.budget, page_size, pages, free, wal, need_bytes, log_bytes, overhead)
-
-    def shrink_to_budget(self, writing: Writing, evictor: Callable[[Dropped], Evict]) -> None:
-        """After an open with a smaller budget: evicts and gives the pages back."""
-        if not self.limited or self.database.file_bytes() <= self.budget:
-            return
-        self.database.checkpoint(truncate=True)
+        need = self._pages(need_bytes) + NEW_PAGES
+        most = self._most_pages(log_bytes)
         while True:
-            with writing() as (c, dropped):
-                evict = evictor(dropped)
-                page_size, pages, free = queries.pages(c)
-                while (pages - free) * page_size > self.budget:
-                    victim = queries.least_recently_used(c, None)
+            self.empty_log()
+            with self.database.read() as c:
+                _, pages, free = queries.pages(c)
+                if pages + max(0, need - free) <= most:
+                    return
+                kept = None if spare is None else queries.entry(c, spare, None)
+            least = BASE_PAGES + (0 if kept is None else self._pages(kept.stored))
+            self._refuse(least + need - most)
+            with self._writing(durable=False) as (c, dropped):
+                evict = self._evictor(dropped)
+                _, pages, free = queries.pages(c)
+                evictions = self.bite(1 << 30, PAGES_EVICTED)
+                while pages - free + need > most and evictions:
+                    victim = queries.least_recently_used(c, spare)
                     if victim is None:
+                        self._refuse(pages - free + need - most)
                         break
                     evict(c, victim, "disk_budget")
-                    page_size, pages, free = queries.pages(c)
-                queries.incremental_vacuum(c, 256)
-            self.database.checkpoint(truncate=True)
-            if free == 0 or self.database.file_bytes() <= self.budget:
-                return
+                    evictions -= 1
+                    _, pages, free = queries.pages(c)
+                if (surplus := min(free, pages - most)) > 0:
+                    queries.incremental_vacuum(c, self.bite(surplus, 3))
+
+    def _refuse(self, missing_pages: int) -> None:
+        if missing_pages > 0:
+            missing = missing_pages * self.page_size
+            raise OverBudgetError(
+                f"the entry does not fit into cache_disk_mib = {self.budget / policy.MIB:g}: "
+                f"{missing / policy.MIB:.1f} MiB are missing with everything else dropped",
+                missing=missing,
+                budget=self.budget,
+            )
 
     def give_back(self, n_pages: int) -> int:
         """Gives up to so many free pages back to the file system; how many remain free."""
+        self.empty_log(wait=False)
         with self.database.write(durable=False, wait=False) as c:
-            queries.incremental_vacuum(c, n_pages)
+            queries.incremental_vacuum(c, self.bite(n_pages, 3))
             free = queries.pages(c)[2]
         self.database.checkpoint(truncate=True, wait=False)
         return free
@@ -95,9 +172,10 @@ class Space:
     def give_back_all(self) -> None:
         """Gives every free page back, in bites, so that other writers get their turn."""
         while True:
+            self.empty_log()
             with self.database.write(durable=False) as c:
                 before = queries.pages(c)[2]
-                queries.incremental_vacuum(c, 1024)
+                queries.incremental_vacuum(c, self.bite(1024, 3))
                 left = queries.pages(c)[2]
             self.database.checkpoint(truncate=True)
             if left == 0 or left >= before:

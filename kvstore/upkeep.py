@@ -11,6 +11,7 @@ from collections.abc import Callable
 from . import queries
 from .engine import Engine
 from .errors import KVStoreError
+from .space import PAGES_EVICTED
 
 log = logging.getLogger("kvstore")
 TICK_SECONDS = 1.0
@@ -25,8 +26,9 @@ def expire(engine: Engine, limit: int = EXPIRED_PER_BITE, *, wait: bool = False)
         ids = queries.expired(c, engine.now(), limit)
     if not ids:
         return []
+    engine.space.empty_log(wait=wait)
     with engine.writing(durable=False, wait=wait) as (c, dropped):
-        for id in queries.expired(c, engine.now(), limit):
+        for id in queries.expired(c, engine.now(), engine.space.bite(limit, PAGES_EVICTED)):
             engine.drop(c, id, "expired", dropped)
     return [entry.id for entry, _ in dropped]
 
