@@ -53,6 +53,7 @@ def backup(database: Database, path: str, progress: Progress | None = None) -> N
             # In one read transaction, so that no writer makes it start again.
             with copy.exclusive() as to, database.read() as c:
                 page_size, n_pages, _ = queries.pages(c)
+                to.pragma("page_size", page_size)  # an encrypted copy cannot take over another
                 with to.backup("main", c, "main") as running:
                     while not running.done:
                         running.step(PAGES_PER_STEP)
