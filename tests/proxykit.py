@@ -74,7 +74,7 @@ def wait_saved(url: str) -> dict[str, Any]:
 
 
 def _saved(slot: dict[str, Any]) -> bool:
-    return not slot["busy"] and slot["tokens"] - slot["stored_tokens"] < 16
+    return not slot["busy"] and not slot["saving"] and slot["tokens"] - slot["stored_tokens"] < 16
 
 
 @contextmanager

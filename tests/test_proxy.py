@@ -78,7 +78,7 @@ def test_system_prompt_is_learned(tmp_path: Path) -> None:
         for name in ("Dora", "Emil", "Fritz"):
             Chat(url, name).ask()
             wait_saved(url)
-        told = wait_for(lambda: (s := stats(url))["store"]["entries"]["learned"] and s)
+        told = wait_for(lambda: len((s := stats(url))["prefixes"]) == 1 and s)
         (root,) = told["prefixes"]
         assert root["class"] == "learned"
         assert len(root["children"]) == 3

@@ -211,10 +211,11 @@ def test_long_prompts_are_tokenized_from_the_end_of_a_known_one() -> None:
     assert server.asked == [known, "b" * 20]
     assert tokens.tolist() == [1, *(ord(c) for c in longer)]
     assert tokenizer.learn(second, tokens, len(tokens))
-    # What the server really made of the whole is another thing: no more joins.
+    # What the server really made of the whole is another thing, again and again: no more joins.
     other = tokens.copy()
     other[-5] = 7
-    assert not tokenizer.learn(second, other, len(other))
+    for _ in range(3):
+        assert not tokenizer.learn(second, other, len(other))
     asyncio.run(tokenizer.fill(_prompt(longer + "c")))
     assert server.asked[-1] == longer + "c"
 

@@ -31,22 +31,22 @@ from kvstore.engines.llama_server import LlamaServer
 pytestmark = pytest.mark.slow
 
 
-def _survives(server: LlamaServer, url: str, *, tokens: int = 8) -> list[float]:
+def _survives(server: LlamaServer, url: str, **params: Any) -> list[float]:
     """Two chats in turns, a crash in between; the shares of their prompts that were reused after it."""
+    params = {"max_tokens": 8, **params}
     chats = [Chat(url, "Anna"), Chat(url, "Bert")]
     for _ in range(2):
         for chat in chats:
-            chat.ask(max_tokens=tokens)
+            chat.ask(**params)
             wait_saved(url)
     proxykit.restart(server)
     for chat in chats:
-        chat.ask(max_tokens=tokens)
+        chat.ask(**params)
     shares = [chat.reused for chat in chats]
     # The same as a server says that has computed everything itself.
     for chat in chats:
         server.slot_erase(0)
-        body = {"max_tokens": tokens, "id_slot": 0}
-        fresh = server.chat(chat.messages[:-1], **body)
+        fresh = server.chat(chat.messages[:-1], **params, id_slot=0)
         assert fresh["timings"]["cache_n"] == 0
         assert fresh["choices"][0]["message"]["content"] == chat.messages[-1]["content"]
     return shares
@@ -58,7 +58,9 @@ def test_every_kind_of_model(tmp_path: Path, architecture: str, slots: int) -> N
     with proxykit.both(tmp_path, architecture, parallel=slots, n_ctx=4096 * slots) as (server, url):
         shares = _survives(server, url)
         told = stats(url)
-        assert (told["failures"], told["restores_useless"], told["token_mismatches"]) == (0, 0, 0)
+        assert (told["failures"], told["restores_useless"]) == (0, 0)
+        # What models without training say does not always tokenize as it was generated.
+        assert told["token_mismatches"] <= 2
     assert min(shares) > 0.8
     assert os.listdir(server.slot_dir) == []
 
@@ -71,7 +73,7 @@ def test_smollm2(tmp_path: Path) -> None:
     serverkit.need_server()
     server = LlamaServer(model, slot_dir=tmp_path / "slots", n_ctx=2048, extra={"cache_ram_mib": 0, "threads": 1})
     with server, proxied(server, tmp_path / "store", min_saved_mib=1) as url:
-        shares = _survives(server, url, tokens=4)
+        shares = _survives(server, url, max_tokens=4)
         for name in ("Carla", "Dora"):
             Chat(url, name).ask(max_tokens=4)
             wait_saved(url)
@@ -89,8 +91,8 @@ def test_older_servers(tmp_path: Path, python: str | None, architecture: str) ->
     for slots in (1, 2):
         folder = tmp_path / str(slots)
         with proxykit.both(folder, architecture, python=python, parallel=slots, n_ctx=4096 * slots) as (server, url):
-            # One token: of more the server of May 2026 cannot make an answer, where they are no text.
-            shares = _survives(server, url, tokens=1)
+            # The server of May 2026 makes no answer of what is no text.
+            shares = _survives(server, url, grammar="root ::= [a-z]+")
             assert stats(url)["failures"] == 0
             # A window or recurrent state without checkpoints is of little use to the server that wrote it.
             if architecture == "llama":

@@ -165,10 +165,12 @@ class Forwarder:
 
     async def _pass(self, scope: Scope, content: AsyncIterator[bytes] | None, send: Send) -> None:
         if scope["method"] == "POST" and scope["path"] not in _READS_ONLY:
-            if scope["path"].startswith("/lora-adapters"):
-                self.server.forget()
-            with self.server.slots.passing():
-                await self._send_on(scope, scope["headers"], content, send)
+            try:
+                with self.server.slots.passing():
+                    await self._send_on(scope, scope["headers"], content, send)
+            finally:
+                if scope["path"].startswith("/lora-adapters"):
+                    self.server.forget()
             return
         await self._send_on(scope, scope["headers"], content, send)
 
@@ -244,7 +246,8 @@ class Pages:
             "fingerprint": None if identity is None else identity.fingerprint,
             **self.metrics.as_dict(private=self.private),
             "slots": [
-                {"id": s.id, "busy": s.busy, "tokens": s.n_total, "stored_tokens": s.stored} for s in self.server.slots.all
+                {"id": s.id, "busy": s.busy, "tokens": s.n_total, "stored_tokens": s.stored, "saving": s.putting > 0}
+                for s in self.server.slots.all
             ],
             "rates": {
                 "prefill_tokens_per_second": None if rates.prefill is None else round(1 / rates.prefill, 1),
@@ -286,14 +289,13 @@ def create_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         for name in server.files.remove_stale():
             log.info("removed %s, left by a proxy that was killed", name)
-        tasks = [asyncio.create_task(server.watch()), asyncio.create_task(saver.run())]
+        watching, saving = asyncio.create_task(server.watch()), asyncio.create_task(saver.run())
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await saver.last()
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await saver.last(saving)
             await server.close()
 
     app = Starlette(

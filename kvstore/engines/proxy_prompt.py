@@ -27,6 +27,8 @@ _SAMPLING = frozenset(
 )  # fmt: skip
 # 5.6 us a token were measured for SmolLM2: below this, tokenizing all of a prompt takes less than 3 ms.
 SPLICE_CHARS = 2048
+# An answer that starts with a line break may join the one before it; that is no reason to give all up.
+MAX_BAD_SPLICES = 3
 CACHED_TEXTS, CACHED_CHARS = 64, 8 << 20
 
 Ask = Callable[..., Awaitable[Any]]
@@ -139,14 +141,14 @@ class Tokenizer:
     """Tokens of prompts, as the server computes them.
 
     Texts that begin with a text seen before are tokenized from its end on. Where the join of the two is not what the
-    server makes of the whole, the tokens are right up to the join, and `learn` ends the practice.
+    server makes of the whole, the tokens are right up to the join; `learn` ends the practice where that is the rule.
     """
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
         self._texts: OrderedDict[str, Tokens] = OrderedDict()
         self._chars = 0
-        self.splices = True
+        self.bad_splices = 0
         self.add_special = True
         self.mismatches = 0
 
@@ -162,7 +164,7 @@ class Tokenizer:
     async def fill(self, prompt: Prompt) -> Tokens:
         """The tokens of a prompt whose text is known."""
         assert prompt.text is not None
-        start = self._longest(prompt.text) if self.splices else None
+        start = self._longest(prompt.text) if self.bad_splices < MAX_BAD_SPLICES else None
         if start is None:
             prompt.tokens = await self.tokenize(prompt.text, add_special=self.add_special)
         else:
@@ -198,7 +200,7 @@ class Tokenizer:
             return True
         self.mismatches += 1
         if prompt.spliced:
-            self.splices = False
+            self.bad_splices += 1
         elif prompt.text is not None and (common(prompt.tokens[1:], tokens) > 1 or common(prompt.tokens, tokens[1:]) > 1):
             # A start token that one of the two adds and the other does not.
             self.add_special = not self.add_special

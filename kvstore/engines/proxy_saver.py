@@ -35,6 +35,7 @@ class Saver:
         self.server = server
         self.metrics = metrics
         self._wake = asyncio.Event()
+        self._stopping = False
         self._puts: set[asyncio.Task[None]] = set()
 
     def wake(self) -> None:
@@ -50,12 +51,12 @@ class Saver:
         return True
 
     async def run(self) -> None:
-        """Until cancelled."""
-        while True:
+        """Until `last`."""
+        while not self._stopping:
             await self._wake.wait()
             self._wake.clear()
             slots = self.server.slots
-            while any(slot.origin is not None for slot in slots.all if not slot.busy):
+            while not self._stopping and any(slot.origin is not None for slot in slots.all if not slot.busy):
                 left = slots.last_active + self.server.settings.idle_seconds - time.monotonic()
                 if left > 0 or not slots.quiet:
                     await asyncio.sleep(max(left, 0.05))
@@ -94,9 +95,12 @@ class Saver:
             self.metrics.count("failures")
             log.warning("a slot was not saved before it was overwritten", exc_info=True)
 
-    async def last(self) -> None:
-        """At the end: what is not stored yet, and the puts under way, as far as the time goes."""
+    async def last(self, run: asyncio.Task[None]) -> None:
+        """At the end: what is not stored yet, and the puts under way, as far as the time goes. `run` ends with it."""
+        self._stopping = True
+        self.wake()
         try:
+            await asyncio.wait_for(run, LAST_SAVES_SECONDS)
             await asyncio.wait_for(self._last(), LAST_SAVES_SECONDS)
         except Exception:
             self.metrics.count("failures")
@@ -128,19 +132,26 @@ class Saver:
             return
         if n_prompt and not server.tokenizer.learn(origin, file.tokens, n_prompt):
             self.metrics.count("token_mismatches")
-            log.warning("the server's tokens of a prompt differ from those it gave before: %d tokens", n_prompt)
+            level = logging.INFO if origin.spliced else logging.WARNING
+            log.log(level, "the server's tokens of a prompt differ from those it gave before: %d tokens", n_prompt)
         slot.tokens, slot.n_total, slot.stored = file.tokens, file.tokens.shape[0], file.tokens.shape[0]
+        slot.putting += 1
         task = asyncio.create_task(self._put(store, origin, file, slot))
         self._puts.add(task)
         task.add_done_callback(self._puts.discard)
 
     async def _put(self, store: Store, origin: Prompt, file: slotfile.SlotFile, slot: Slot) -> None:
+        try:
+            await self._put_file(store, origin, file, slot)
+        finally:
+            slot.putting -= 1
+
+    async def _put_file(self, store: Store, origin: Prompt, file: slotfile.SlotFile, slot: Slot) -> None:
         server = self.server
         try:
             n_system, user_start = await starts(server.tokenizer, server.upstream.ask, origin, file.tokens)
-        except Exception:
-            self.metrics.count("failures")
-            log.warning("the system block of a prompt was not found", exc_info=True)
+        except UpstreamError as error:
+            log.info("the system block of a prompt is not known: %s", error.message)
             n_system = user_start = 0
 
         def put() -> Entry:

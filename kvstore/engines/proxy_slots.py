@@ -73,6 +73,7 @@ class Slot:
     chat: tuple[dict[str, Any], list[Any]] | None = None
     seen: tuple[Any, Any] | None = None
     busy: bool = False
+    putting: int = 0
     used: float = 0.0
 
     def forget(self) -> None:
