@@ -143,6 +143,8 @@ def restore(engine: Engine, item: Exported) -> Entry | None:
         verify=True,
     )
     key = prefixes.key_of(item.tokens)
+    with target.db.read() as c:
+        parent = None if block.parent is None else queries.entry(c, block.parent, None)
     entry = target.put(
         Job(
             id=_free_id(target, block.id, key),
@@ -177,6 +179,10 @@ def restore(engine: Engine, item: Exported) -> Entry | None:
         )
         queries.update_meta(c, restored)
         queries.set_family_flags(c, entry.id, True, block.reused)
+        # A put is a use of its parent; a restore is not.
+        now = None if parent is None else queries.entry(c, parent.id, None)
+        if parent is not None and now is not None:
+            queries.update_meta(c, replace(now, last_used=max(parent.last_used, block.last_used)))
     return restored
 
 

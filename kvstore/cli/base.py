@@ -22,11 +22,23 @@ INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell sees SIGINT and SIGPIPE
 MAX_CANDIDATES = 10
 
 
+class _PipeClosed(Exception):
+    """Whoever read our output has gone. Not an OSError: click would end the process at once."""
+
+
 class Commands(click.Group):
     """The group of commands: in the order they were added, with the exit codes of kvstore's error table."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError as error:
+            raise _PipeClosed from error
 
     def main(  # type: ignore[override]
         self, args: Sequence[str] | None = None, prog_name: str | None = None, *, standalone_mode: bool = True, **extra: Any
@@ -38,7 +50,6 @@ class Commands(click.Group):
                 stream.reconfigure(errors="replace")  # a terminal may not know every character of a prompt
         try:
             code = super().main(words, prog_name or "kvstore", standalone_mode=False, **extra)
-            sys.stdout.flush()
         except KVStoreError as error:
             code = error.exit_code
             _report("--json" in words, error.as_dict(), error.message, error.hint)
@@ -51,10 +62,14 @@ class Commands(click.Group):
         except (click.Abort, KeyboardInterrupt):
             code = INTERRUPTED
             screen.note("interrupted")
-        except BrokenPipeError:
+        except _PipeClosed:
             code = BROKEN_PIPE
             # What is still buffered has nowhere to go when the interpreter ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError as error:
+            code = StoreIOError.exit_code
+            message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            _report("--json" in words, {"code": StoreIOError.code, "message": message}, message, "")
         except MemoryError:
             code = 1
             _report("--json" in words, {"code": "memory", "message": "not enough memory"}, "not enough memory", "")

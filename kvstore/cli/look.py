@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import click
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 from rich.tree import Tree
@@ -216,14 +216,16 @@ def tree(store: str, key_file: str | None, as_json: bool, family: str | None) ->
         return
     width = 16 if not sys.stdout.isatty() else base.id_width(entries)
     size, stored = sum(e.size for e in entries), sum(e.stored for e in entries)
+    branches: list[RenderableType] = []
     for root in roots:
         own = children[root.id]
         branch = Tree(_leaf(root, width, own), guide_style="dim")
         for child in own:
             branch.add(_leaf(child, width, []))
-        screen.show(branch)
+        branches.append(branch)
     total = f"{screen.plural(len(entries), 'entry', 'entries')}: {screen.mib(size)} MiB as put, {screen.mib(stored)} stored"
-    screen.show(Text(f"{total}, sharing saves {screen.mib(size - stored)} MiB", style="bold"))
+    branches.append(Text(f"{total}, sharing saves {screen.mib(size - stored)} MiB", style="bold"))
+    screen.show(Group(*branches))
 
 
 def _leaf(e: Entry, width: int, children: list[Entry]) -> Text:

@@ -102,7 +102,7 @@ def put(
         ) as opened,
         screen.progress("storing") as moved,
     ):
-        total = sum(os.path.getsize(n) for n in names if n != "-")
+        total = sum(os.path.getsize(n) for n in names if os.path.exists(n))
         for name in names:
             file = _file(name, tokens)
             second = None if draft is None else _draft(draft)
