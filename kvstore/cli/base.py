@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -211,4 +212,8 @@ def binary_stdout() -> Any:
     """stdout for bytes. Refuses a terminal."""
     if sys.stdout.isatty():
         usage("stdout is a terminal, and the data is binary: give a file, or redirect it")
-    return sys.stdout.buffer
+    try:
+        # Python's own may be unbuffered (PYTHONUNBUFFERED), and then writes less than it is given.
+        return open(sys.stdout.fileno(), "wb", closefd=False)
+    except io.UnsupportedOperation:
+        return sys.stdout.buffer
