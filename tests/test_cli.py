@@ -114,7 +114,7 @@ def test_exit_codes_are_distinct() -> None:
 
 def test_ls(run: Run, filled: list[str]) -> None:
     lines = run("ls", "kv.db").stdout.splitlines()
-    assert lines[0].split() == ["id", "tokens", "MiB", "stored", "class", "hits", "used", "expires", "parent", "excerpt"]
+    assert lines[0].split() == ["id", "tokens", "MiB", "stored", "class", "used", "hits", "expires", "parent", "excerpt"]
     assert {line[:16] for line in lines[1:]} == set(filled)
     assert "\x1b" not in "".join(lines)
     rows = data(run("ls", "kv.db", "--json"))
@@ -343,7 +343,7 @@ def test_damaged_export(run: Run, filled: list[str], tmp_path: Path) -> None:
 
 def test_rm(run: Run, filled: list[str]) -> None:
     assert "--children" in run("rm", "kv.db", filled[0], code=2).stderr
-    assert run("rm", "kv.db", filled[0], "--children", "drop", "--dry-run").stdout.split() == [filled[0], *filled[1:3]]
+    assert set(run("rm", "kv.db", filled[0], "--children", "drop", "--dry-run").stdout.split()) == set(filled[:3])
     assert len(data(run("ls", "kv.db", "--json"))) == 4
     assert data(run("rm", "kv.db", filled[0][:14], "--children", "keep", "--json"))["removed"] == [filled[0]]
     assert {r["shared_from"] for r in data(run("ls", "kv.db", "--json"))} == {None}

@@ -58,7 +58,10 @@ def verify(store: str, key_file: str | None, as_json: bool, jobs: int) -> int:
 @click.option("--salvage", "new", type=click.Path(), metavar="NEW",
               help="Copy every readable entry to the new file NEW; STORE stays as it is.")
 def repair(store: str, key_file: str | None, as_json: bool, jobs: int, yes: bool, new: str | None) -> int:
-    """Drop what cannot be served, and nothing else; without --yes only say what that is."""
+    """Drop what cannot be served, and nothing else.
+
+    Without --yes it only says what that is.
+    """
     if new is not None:
         return _salvage(store, key_file, as_json, new)
     problems = _check(store, key_file, jobs)
@@ -163,7 +166,10 @@ def _records(records: list[tuple[int, str, bool]]) -> None:
 @base.common
 @click.argument("target", type=click.Path(dir_okay=False))
 def backup(store: str, key_file: str | None, as_json: bool, target: str) -> None:
-    """Copy STORE, which may be in use, to the new file TARGET: complete, or not there at all."""
+    """Copy STORE, which may be in use, to a new file.
+
+    TARGET is complete, or not there at all.
+    """
     with base.open_store(store, key_file) as opened, screen.progress("copying") as moved:
         operate.backup(opened, target, progress=moved)
     size = os.path.getsize(target)

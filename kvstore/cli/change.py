@@ -35,7 +35,10 @@ def rm(
     secure: bool,
     dry_run: bool,
 ) -> None:
-    """Remove entries: IDS, or those that the options choose (learned and pinned ones only by id or --class)."""
+    """Remove entries.
+
+    Those of IDS, or those that the options choose: learned and pinned ones only by id or --class.
+    """
     chosen = family is not None or unused or older or entry_class is not None
     if bool(ids) == bool(chosen):
         base.usage("give ids, or options that choose entries, not both" if ids else "give ids, or options that choose entries")
@@ -123,7 +126,10 @@ def learn(
     fingerprint: str | None,
     min_saved: float,
 ) -> None:
-    """Cut a learned prefix out of a stored state, and store the entries that continue it against it."""
+    """Cut a learned prefix out of a stored state.
+
+    The entries that continue it are then stored against it.
+    """
     if (id is None) == (tokens is None):
         base.usage("give an id or --tokens")
     wanted: Any = None if tokens is None else base.tokens_of(tokens)

