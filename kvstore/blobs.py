@@ -73,7 +73,14 @@ def read(
     return out
 
 
-def write(c: Connection, blob: int, data: Bytes, first: int = 0, count: int | None = None, kick: Callable[[], None] | None = None) -> int:
+def write(
+    c: Connection,
+    blob: int,
+    data: Bytes,
+    first: int = 0,
+    count: int | None = None,
+    kick: Callable[[], None] | None = None,
+) -> int:
     """Writes up to `count` chunks of a state from chunk `first` on; gives the next chunk to write, or -1 at the end."""
     seq = first
     for at in range(first * CHUNK_BYTES, data.size, CHUNK_BYTES):

@@ -8,9 +8,9 @@ import time
 from . import layout, policy, prefixes, queries, slotfile
 from .db import Connection
 from .engine import Engine
-from .job import Job, new_id
 from .errors import InvalidInputError, LayoutError, NotFoundError
 from .hashing import digest
+from .job import Job, new_id
 from .layout_cells import as_bytes
 from .records import Bytes, Entry, EntryClass, Source, Tokens, hex_id
 from .shelf import Damaged, Parent, cuts_of

@@ -6,12 +6,13 @@ Functions of an open `Store`, and of a path where the file may be damaged.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 from . import check, copies, db, queries
 from . import repair as repairs
 from .check import Problem, Progress
 from .copies import Exported
-from .errors import CorruptStoreError, InvalidInputError, NotFoundError, StoreIOError
+from .errors import CorruptStoreError, InvalidInputError, KVStoreError, NotAStoreError, NotFoundError, StoreIOError
 from .records import Entry, hex_id
 from .repair import Salvaged
 from .shelf import Damaged
@@ -42,16 +43,49 @@ def salvage(
     key: str | None = None,
     progress: Progress | None = None,
 ) -> Salvaged:
-    """Copies every readable entry of a damaged file to a new one, encrypted with the same key. Leaves the old as it is."""
+    """Copies every readable entry of a damaged file to a new one, encrypted with the same key. Leaves the old as it is.
+
+    Where the first page is lost, that of a new store takes its place, in a copy that goes again.
+    """
     source_path, new_path = _existing(path), os.fspath(new)
     if os.path.lexists(new_path):
         raise InvalidInputError(f"{new_path} is there already", hint="give the name of a new file")
-    source = check.Lenient(source_path, key=key)
+    refused: KVStoreError | None = None
+    found = Salvaged((), ())
     try:
-        with Store(new_path, cache_ram_mib=0, key=key) as store:
+        found = _salvage(source_path, new_path, key, progress)
+    except (NotAStoreError, CorruptStoreError) as error:
+        refused = error
+    if not found.entries and key is None:
+        copy = new_path + ".copy"
+        try:
+            if repairs.with_first_page(source_path, copy):
+                again = _salvage(copy, new_path, key, progress)
+                if again.entries:
+                    return again
+        except (NotAStoreError, CorruptStoreError) as error:
+            refused = refused or error
+        finally:
+            _remove(copy)
+    if refused is not None:
+        _remove(new_path)
+        raise refused
+    return found
+
+
+def _salvage(path: str, new: str, key: str | None, progress: Progress | None) -> Salvaged:
+    source = check.Lenient(path, key=key)
+    try:
+        with Store(new, cache_ram_mib=0, key=key) as store:
             return repairs.salvage(source, store._engine, progress)
     finally:
         source.close()
+
+
+def _remove(path: str) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        with suppress(OSError):
+            os.unlink(path + suffix)
 
 
 def backup(store: Store, path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:

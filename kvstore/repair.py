@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from . import audit, bkvd, blobs, check, copies, queries
+from . import audit, bkvd, blobs, check, copies, db, queries, upgrade
 from .check import Lenient, Problem, Progress, Unreadable
 from .db import Connection
 from .engine import Engine
@@ -149,6 +151,35 @@ def salvage(source: Lenient, target: Engine, progress: Progress | None = None) -
         if progress is not None:
             progress(done, total)
     return Salvaged(tuple(saved), tuple(lost))
+
+
+def with_first_page(path: str, copy: str) -> bool:
+    """Copies a file, with the first page of a new store in place of its own; False where it can be no store.
+
+    Every store of one schema has its tables at the same pages, so their first page differs in counters alone.
+    """
+    size = os.path.getsize(path)
+    if size < 2 * db.PAGE_SIZE:
+        return False
+    db.reserve_file(copy)
+    fresh = db.Database(copy)
+    try:
+        upgrade.prepare(fresh)
+        fresh.checkpoint(truncate=True)
+    finally:
+        fresh.close()
+    with open(copy, "r+b") as f:
+        page = bytearray(f.read(db.PAGE_SIZE))
+        page[28:32] = (size // db.PAGE_SIZE).to_bytes(4, "big")  # pages in the file
+        page[92:96] = page[24:28]  # which that number is valid for
+        page[32:40] = bytes(8)  # no free pages
+        f.seek(0)
+        f.truncate()
+        with open(path, "rb") as old:
+            shutil.copyfileobj(old, f, 1 << 20)
+        f.seek(0)
+        f.write(page)
+    return True
 
 
 def _try(source: Lenient, rows: _Rows, id: int) -> copies.Exported | str:

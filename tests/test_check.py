@@ -249,6 +249,16 @@ def test_zeroed_pages(damaged: tuple[Path, list[int], Dump]) -> None:
             assert copied >= set(ids[A:])
 
 
+@pytest.mark.parametrize("n_bytes", [16, 100, PAGE])
+def test_lost_first_page(damaged: tuple[Path, list[int], Dump], n_bytes: int) -> None:
+    path, ids, before = damaged
+    overwrite(path, 0, bytes(n_bytes))
+    with pytest.raises(NotAStoreError):
+        operate.verify(path)
+    assert check_salvage(path, before) == set(ids)
+    assert {p.name for p in path.parent.iterdir()} == {"kv.store", "new.store"}
+
+
 @pytest.mark.parametrize("keep", [0.9, 0.5, 0.2, 0.02])
 def test_cut_end(damaged: tuple[Path, list[int], Dump], keep: float) -> None:
     path, _, before = damaged
