@@ -288,6 +288,24 @@ def test_other_kv_type_and_model_never_meet(tmp_path: Path) -> None:
     assert len(set(prints)) == len(prints)
 
 
+def test_server_that_dies_in_the_middle_of_an_answer(tmp_path: Path) -> None:
+    with proxykit.both(tmp_path, n_ctx=4096) as (server, url):
+        chat = Chat(url, "Olga")
+        chat.ask()
+        wait_saved(url)
+        body = {"prompt": "Once upon a time ", "n_predict": 3000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", url + "/completion", json=body, timeout=20) as response:
+            chunks = response.iter_bytes()
+            next(chunks)
+            proxykit.restart(server)
+            with pytest.raises(httpx.RemoteProtocolError):
+                for _ in chunks:
+                    pass
+        chat.ask()
+        assert chat.reused > 0.85
+        assert stats(url)["recent"][0]["source"] == "store"
+
+
 def test_server_without_slot_files_is_served_without_the_cache(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with serverkit.new_server(tmp_path / "slots") as server:
@@ -298,6 +316,18 @@ def test_server_without_slot_files_is_served_without_the_cache(tmp_path: Path) -
             wait_for(lambda: "one directory" in (stats(url)["off"] or ""))
             Chat(url, "Lena").ask()
             assert stats(url)["passed"] == 1
+
+
+def test_server_with_a_key_that_the_proxy_lacks(tmp_path: Path) -> None:
+    from kvstore.engines import proxy
+
+    with serverkit.new_server(tmp_path / "slots") as server:
+        options = {"slot_dir": server.slot_dir, "store": tmp_path / "s"}
+        with proxy.running(upstream=server.url, listen="127.0.0.1:0", **options) as url:
+            wait_for(lambda: "--upstream-api-key" in (stats(url)["off"] or ""))
+            body = {"prompt": "Hello", "n_predict": 1}
+            assert httpx.post(url + "/completion", json=body).status_code == 401
+            assert post(url + "/completion", body, Authorization=f"Bearer {server.api_key}")["timings"]
 
 
 def test_upstream_that_is_not_there(tmp_path: Path) -> None:

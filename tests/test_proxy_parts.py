@@ -19,7 +19,7 @@ pytest.importorskip("uvicorn")
 
 import proxykit
 
-from kvstore import InvalidInputError
+from kvstore import InvalidInputError, NotAStoreError
 from kvstore.engines import gguf, proxy
 from kvstore.engines.proxy_cache import Timings
 from kvstore.engines.proxy_prompt import Tokenizer, continues, parse
@@ -50,6 +50,12 @@ def test_other_addresses_than_loopback_need_a_key(tmp_path: Path, listen: str) -
 def test_wrong_options_are_named(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError):
         proxy.serve(**{**options(tmp_path, "http://127.0.0.1:1"), **wrong})
+
+
+def test_file_that_is_no_store_is_named_at_once(tmp_path: Path) -> None:
+    (tmp_path / "s").write_bytes(b"something else, long enough to be no empty file" * 100)
+    with pytest.raises(NotAStoreError):
+        proxy.serve(**options(tmp_path, "http://127.0.0.1:1"))
 
 
 def test_every_request_needs_the_key(tmp_path: Path) -> None:

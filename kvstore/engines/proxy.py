@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import InvalidInputError, KVStoreError
+from ..store import Store
 from .proxy_server import Settings
 
 DEFAULT_LISTEN = "127.0.0.1:8081"
@@ -87,6 +88,8 @@ def _config(
         "min_saved_mib": min_saved_mib,
         "key": key,
     }
+    # What is wrong with the file is said at once, not when the first server is there.
+    Store(store, **options).close()
     settings = Settings(folder, os.fspath(store), options, min_tokens, idle_seconds)
     app = create_app(upstream, settings, api_key=api_key or None, upstream_api_key=upstream_api_key or None, listen_host=host)
     return uvicorn.Config(
@@ -126,7 +129,7 @@ def serve(
     set. cache_ram_mib, cache_disk_mib, min_saved_mib, key: as of `Store`. min_tokens: a restore or save that gains fewer
     is left out. idle_seconds: how long the server must be idle before slots are saved.
 
-    Raises InvalidInputError.
+    Raises InvalidInputError, and what `Store` raises.
     """
     options = dict(locals())
     config = _config(**options)

@@ -118,7 +118,10 @@ class Cache:
             if choice.displaced:
                 await self.saver.before_overwrite(choice)
             if choice.restore is not None:
-                await self._restore(lease, choice.restore)
+                found_it = await self._restore(lease, choice.restore)
+                if not found_it and (again := await self._match(prompt)) is not None:
+                    # It gave way to a longer one of its conversation while the request waited.
+                    await self._restore(lease, again)
             self.metrics.count("requests")
             return lease
         except BaseException as error:
@@ -158,14 +161,7 @@ class Cache:
             return None
         if prompt.tokens is None:
             await server.tokenizer.fill(prompt)
-        assert prompt.tokens is not None
-        match = None
-        if server.reuses and prompt.tokens.size >= server.settings.min_tokens:
-            match = await asyncio.wait_for(server.run(store.match, prompt.tokens), LOOKUP_SECONDS)
-        if match is not None:
-            identity = server.identity
-            if match.entry.id in server.bad or (identity and 0 < identity.n_ctx <= match.n_common):
-                match = None
+        match = await self._match(prompt)
         unsure = server.slots.foreign or any(slot.cut for slot in server.slots.all)
         stuck = await server.working() if unsure else frozenset()
         return None, match, stuck
@@ -185,18 +181,19 @@ class Cache:
                 return slot if seconds < HOT_SECONDS else None
         return None
 
-    async def _restore(self, lease: Lease, match: Match) -> None:
-        """Puts a stored state into the slot. Where that fails the slot is empty, and the request goes on."""
+    async def _restore(self, lease: Lease, match: Match) -> bool:
+        """Puts a stored state into the slot; False where the entry is gone. Where it fails the slot is empty, and the
+        request goes on."""
         server, slot = self.server, lease.slot
         store, identity = server.store, server.identity
         assert store is not None
         assert identity is not None
         started = time.perf_counter()
-        slot.forget()
         try:
             file = await server.run(self._state, store, match, identity.form)
             if file is None:
-                return
+                return False
+            slot.forget()
             n = await restore(server.upstream, server.files, slot.id, file, RESTORE_SECONDS)
         except UpstreamError as error:
             self.metrics.count("restores_failed")
@@ -205,12 +202,13 @@ class Cache:
             else:
                 server.bad.add(match.entry.id)
             log.warning("entry %s was not restored: %s", hex_id(match.entry.id), error.message)
-            return
+            return True
         except Exception:
+            slot.forget()
             server.bad.add(match.entry.id)
             self.metrics.count("failures")
             log.warning("entry %s was not restored", hex_id(match.entry.id), exc_info=True)
-            return
+            return True
         seconds = time.perf_counter() - started
         slot.tokens, slot.n_total, slot.stored, slot.entry = file.tokens[:n], n, n, match.entry.id
         lease.restored = match
@@ -219,6 +217,20 @@ class Cache:
         server.slots.rates.restored(file.state.nbytes, seconds)
         self.metrics.count("restores")
         self.metrics.seconds["restore_seconds"] += seconds
+        return True
+
+    async def _match(self, prompt: Prompt) -> Match | None:
+        """What the store has of a prompt, if this server can take it."""
+        server, tokens = self.server, prompt.tokens
+        store, identity = server.store, server.identity
+        if store is None or identity is None or tokens is None:
+            return None
+        if not server.reuses or tokens.size < server.settings.min_tokens:
+            return None
+        match = await asyncio.wait_for(server.run(store.match, tokens), LOOKUP_SECONDS)
+        if match is None or match.entry.id in server.bad or match.entry.n_images:
+            return None
+        return None if 0 < identity.n_ctx <= match.n_common else match
 
     def _state(self, store: Store, match: Match, form: slotfile.SlotFile) -> slotfile.SlotFile | None:
         """The slot file of a match; cut to what serves where it can be cut."""

@@ -119,6 +119,8 @@ class Server:
                     self._compare(listed)
                     return self.store is not None
             except UpstreamError as error:
+                if error.late and not self.slots.quiet and not self._suspect:
+                    return self.store is not None  # it has its hands full
                 log.info("llama-server does not answer: %s", error.message)
             self._suspect = True
         await self._link()
@@ -197,7 +199,8 @@ class Server:
                 log.info("caching for %s, %d slots", identity.model, identity.n_slots)
             self.off = ""
         except UpstreamError as error:
-            await self._turn_off(str(error))
+            self._refused = error.status in (401, 403, 404)
+            await self._turn_off(f"{error} (give --upstream-api-key)" if error.status in (401, 403) else str(error))
         except (CacheOff, KVStoreError) as error:
             self._refused = True
             await self._turn_off(str(error))

@@ -30,10 +30,14 @@ RawHeaders = list[tuple[bytes, bytes]]
 
 
 class UpstreamError(KVStoreError):
-    """llama-server cannot be reached, or refused a request of the proxy's own (fact: status, None if unreachable)."""
+    """llama-server cannot be reached, or refused a request of the proxy's own.
+
+    Facts: status, None if unreachable; late, whether it is there and did not answer in time.
+    """
 
     code, exit_code, retry = "upstream", 31, True
     status: int | None = None
+    late: bool = False
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], without: Iterable[bytes] = ()) -> RawHeaders:
@@ -97,7 +101,7 @@ class Upstream:
         try:
             return await self._own.request(method, path, sent, content, timeout)
         except WireError as error:
-            raise UpstreamError(f"{method} {path}: {error}") from error
+            raise UpstreamError(f"{method} {path}: {error}", late=error.late) from error
 
     async def text(self, path: str, headers: Mapping[str, str]) -> str:
         """A page of the server's, as it is. Raises UpstreamError."""
@@ -114,7 +118,7 @@ class Upstream:
         `target` is path and query as the client wrote them. `headers` have no Host and, where `content` is bytes, no
         length.
         """
-        without = [b"host"]
+        without = [b"host", b"expect"]  # the body is here already
         if self.api_key or not keep_authorization:
             without += [b"authorization", b"x-api-key"]
         sent: RawHeaders = end_to_end(headers, without)

@@ -20,6 +20,14 @@ _Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class WireError(Exception):
     """The server cannot be reached, or does not speak HTTP."""
 
+    late = False
+
+
+class WireTimeout(WireError):
+    """It did not answer in time."""
+
+    late = True
+
 
 class Wire:
     """Connections to one server, kept for a while."""
@@ -54,7 +62,7 @@ class Wire:
             fresh = await asyncio.wait_for(opening, min(timeout, 10.0))
             return await asyncio.wait_for(self._exchange(fresh, method, data), timeout)
         except asyncio.TimeoutError:
-            raise WireError(f"no answer within {timeout:g} s") from None
+            raise WireTimeout(f"no answer within {timeout:g} s") from None
         except (OSError, EOFError, asyncio.LimitOverrunError, ValueError) as error:
             raise WireError(f"{error or type(error).__name__}") from error
 
