@@ -82,7 +82,7 @@ def _config(
         )
     if min_tokens < 1 or idle_seconds < 0:
         raise InvalidInputError("min_tokens is at least 1, idle_seconds at least 0")
-    options = {
+    options: dict[str, Any] = {
         "cache_ram_mib": cache_ram_mib,
         "cache_disk_mib": cache_disk_mib,
         "min_saved_mib": min_saved_mib,
