@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import KVStoreError, WriteBehindError
+from .errors import ClosedError, KVStoreError, WriteBehindError
 from .job import Job
 from .lru import RamCache
 from .records import Entry
@@ -41,22 +41,35 @@ class WriteBehind:
         self._queue: OrderedDict[int, Pending] = OrderedDict()
         self._failures: list[tuple[int, Exception]] = []
         self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        """Takes no more puts, and waits until those it has are written."""
+        with self._lock:
+            self._closed = True
+        self.drain()
 
     def reserve(self, n_bytes: int) -> bool:
         """Room for a put's copies, waiting for earlier ones to be written; False where they can never fit."""
         with self._changed:
-            while not self._ram.reserve(n_bytes):
+            while not self._closed and not self._ram.reserve(n_bytes):
                 if not self._queue:
                     return False
                 self._changed.wait()
+            self._refuse_if_closed()
         return True
 
     def add(self, pending: Pending) -> None:
         with self._changed:
+            self._refuse_if_closed()
             self._queue[pending.entry.id] = pending
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvstore-write", daemon=True)
                 self._thread.start()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise ClosedError("the store was closed")
 
     def get(self, id: int) -> Pending | None:
         with self._lock:

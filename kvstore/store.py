@@ -42,7 +42,7 @@ MAX_TIMEOUT = 2_000_000  # seconds; SQLite counts milliseconds in an int
 def _close(engine: Engine, behind: WriteBehind, background: upkeep.Upkeep | None) -> None:
     if os.getpid() != engine.db.pid:
         return  # a forked child leaves its parent's files alone
-    behind.drain()
+    behind.close()
     if background is not None:
         background.stop()
     if not engine.db.readonly:
