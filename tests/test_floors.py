@@ -1,0 +1,125 @@
+"""The floors of kvstore: a module imports from its own floor and those below it, never from above, never in a circle."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import kvstore
+
+ROOT = Path(kvstore.__file__).parent
+FLOORS: list[set[str]] = [
+    # facts: errors, records, what the C code and a file's header look like
+    {"errors", "header", "native", "native.build", "records"},
+    # formats and single resources, each by itself
+    {"arguments", "bkvd", "db", "hashing", "layout", "layout_cells", "layout_convert", "layout_crop", "layout_parse",
+     "layout_types", "lru", "meta", "policy", "slotfile"},
+    # the file's tables
+    {"audit", "queries", "upgrade", "migrations"},
+    # what is made of rows
+    {"blobs", "job", "prefixes", "tally"},
+    # a store at work
+    {"behind", "check", "copies", "engine", "learning", "operate", "repair", "shelf", "space", "store", "upkeep"},
+    # the face
+    {""},
+    # its users
+    {"cli", "engines"},
+]  # fmt: skip
+# What the users of the face may name beside its public names: where these are defined, and two that are shared with it.
+FACE = {"", "bkvd", "errors", "hashing", "layout", "meta", "operate", "records", "slotfile", "store", "upgrade"}
+ALONE = {"apsw": {"db"}, "xxhash": {"hashing"}, "cffi": {"native.build"}, "kvstore._native": {"bkvd"}}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = [p for p in path.relative_to(ROOT).with_suffix("").parts if p != "__init__"]
+        found[".".join(parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str) -> set[str]:
+    """The absolute names that a module imports, wherever in it it does: modules, and names out of them."""
+    path = MODULES[name]
+    package = ["kvstore", *name.split(".")] if name else ["kvstore"]
+    if path.name != "__init__.py":
+        package = package[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def inner(name: str) -> set[str]:
+    """The modules of kvstore that a module imports."""
+    found = set()
+    for full in imports(name):
+        if full.startswith("kvstore."):
+            rest = full.removeprefix("kvstore.")
+            if rest in MODULES or rest.split(".")[0] == "migrations":
+                found.add(rest)
+    return found - {name}
+
+
+def floor(name: str) -> int:
+    for number, names in enumerate(FLOORS):
+        if name in names or name.split(".")[0] in names:
+            return number
+    raise AssertionError(f"{name} is on no floor: add it to the table")
+
+
+@pytest.mark.parametrize("name", MODULES, ids=lambda name: name or "kvstore")
+def test_a_module_imports_nothing_from_above(name: str) -> None:
+    above = {other for other in inner(name) if floor(other) > floor(name) and other.split(".")[0] != "migrations"}
+    assert above == set()
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if floor(n) == len(FLOORS) - 1])
+def test_users_of_the_face_import_public_names_only(name: str) -> None:
+    group = name.split(".")[0]
+    other = {n for n in inner(name) if n.split(".")[0] not in ("cli", "engines") and n not in FACE}
+    assert other == set(), f"{group} is not to know these"
+
+
+def test_no_circles() -> None:
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path, name])
+        if name in done or name not in MODULES:
+            return
+        for other in inner(name):
+            visit(other, (*path, name))
+        done.add(name)
+
+    for name in MODULES:
+        if name and floor(name) < len(FLOORS) - 2:
+            visit(name, ())
+
+
+@pytest.mark.parametrize("library", ALONE)
+def test_one_module_knows_each_library(library: str) -> None:
+    who = {
+        name for name in MODULES if any(full == library or full.startswith(f"{library}.") for full in imports(name))
+    }
+    assert who <= ALONE[library]
+
+
+def test_every_floor_names_modules_that_exist() -> None:
+    known = {name.split(".")[0] for name in MODULES} | set(MODULES) | {"migrations"}
+    assert {name for names in FLOORS for name in names} - known == set()
+
+
+def test_nothing_is_imported_by_star_and_nothing_pickles() -> None:
+    for name in MODULES:
+        assert not any(full.endswith(".*") or full in ("pickle", "marshal", "shelve") for full in imports(name)), name
