@@ -113,7 +113,9 @@ def stressed(path: Path, seconds: float, options: list[dict[str, Any]]) -> None:
         process.join(60)
     assert [p.exitcode for p in processes] == [0] * len(processes)
     assert [failure for _, failures, _ in told for failure in failures] == []
-    assert all(counts["calls"] > 50 for _, _, counts in told), told
+    # SQLite's lock is not fair: one process may get little done while others are at it.
+    assert all(counts["calls"] for _, _, counts in told), told
+    assert sum(counts["calls"] for _, _, counts in told) > 200, told
     with Store(path) as store:
         assert store.verify() == []
         for entry in store.entries():
