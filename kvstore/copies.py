@@ -12,7 +12,7 @@ from .check import Progress
 from .db import Connection, Database
 from .engine import Engine
 from .errors import BusyError, InvalidInputError, StoreIOError
-from .hashing import digest
+from .hashing import Digests
 from .job import Job, new_id
 from .lru import RamCache
 from .meta import MetaBlock
@@ -152,7 +152,7 @@ def restore(engine: Engine, item: Exported) -> Entry | None:
             key=key,
             main=item.main,
             draft=item.draft,
-            digests={"main": digest(item.main)} | ({} if item.draft is None else {"draft": digest(item.draft)}),
+            digests=Digests(main=item.main, draft=item.draft),
             cuts=cuts_of(item.main, len(item.tokens)),
             entry_class=block.entry_class,
             source=block.source,

@@ -184,17 +184,26 @@ class Engine:
             parts, shared = self.shelf.build(job.main, job.draft, job.digests, parent, self.min_saved)
             if not shared:
                 parent = None
+            keeping = None if owned else self.shelf.keep(parts, None if parent is None else parent.id, owned=False)
             try:
                 entry, version = self._write(job, parts, parent, prefix)
-            except _Lost:
-                continue
+            except BaseException as error:
+                if keeping is not None:
+                    keeping.cancel()
+                if isinstance(error, _Lost):
+                    continue
+                raise
             break
         else:
-            raise BusyError(f"{self.db.path}: other processes removed what this put relied on, {TRIES} times", path=self.db.path)
+            path = self.db.path
+            raise BusyError(f"{path}: other processes changed what this put relies on, again and again", path=path)
         self.last_put = time.monotonic()
         if release is not None:
             release()
-        self.shelf.keep(job.id, version, parts, entry.parent, owned=owned)
+        if owned:
+            keeping = self.shelf.keep(parts, entry.parent, owned=True)
+        if keeping is not None:
+            keeping.commit(job.id, version)
         self.tally.count("puts")
         if job.entry_class == "normal":
             with self._clock_lock:

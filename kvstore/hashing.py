@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from .records import Tokens
+from .records import Bytes, Tokens
 
 DIGEST_BYTES = 16
+PARALLEL_BYTES = 1 << 20  # below this a thread costs more than it saves
 FAMILY_SYSTEM_TOKENS = 256
 FAMILY_USER_TOKENS = 32
 
@@ -30,18 +32,55 @@ def family(tokens: Tokens, n_system: int, user_start: int) -> int:
     return int(xxhash.xxh3_64_intdigest(np.ascontiguousarray(block, dtype="<i4").tobytes()))
 
 
+class Digests(Mapping[str, bytes]):
+    """The digests of states by name, computed when they are asked for, or from `begin` on by a thread each."""
+
+    def __init__(self, **states: Bytes | None) -> None:
+        self._states = {name: state for name, state in states.items() if state is not None}
+        self._begun: dict[str, Hasher] = {}
+        self._known: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """The states must not change until their digests were asked for."""
+        with self._lock:
+            for name in self._states.keys() - self._begun.keys() - self._known.keys():
+                self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        self._begun[name] = Hasher()
+        self._begun[name].update(self._states[name])
+
+    def __getitem__(self, name: str) -> bytes:
+        with self._lock:
+            if name not in self._known:
+                if name not in self._begun:
+                    self._begin(name)
+                self._known[name] = self._begun.pop(name).digest()
+            return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+
 class Hasher:
-    """XXH3-128 of bytes that arrive in pieces, computed by a thread of its own while the caller moves the next piece.
+    """XXH3-128 of bytes that arrive in pieces; large ones are read by a thread while the caller moves the next.
 
     A piece must not change until `digest` has returned.
     """
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
-        self._pieces: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._pieces: queue.SimpleQueue[Bytes | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def update(self, piece: Any) -> None:
+    def update(self, piece: Bytes) -> None:
+        if self._thread is None and piece.size < PARALLEL_BYTES:
+            self._hash.update(piece.data)
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvstore-hash", daemon=True)
             self._thread.start()
@@ -49,7 +88,7 @@ class Hasher:
 
     def _run(self) -> None:
         while (piece := self._pieces.get()) is not None:
-            self._hash.update(piece)
+            self._hash.update(piece.data)
 
     def digest(self) -> bytes:
         """Waits for the pieces; 16 bytes, big-endian."""

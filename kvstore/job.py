@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from . import policy
@@ -24,7 +25,7 @@ class Job:
     key: bytes
     main: Bytes
     draft: Bytes | None
-    digests: dict[str, bytes]
+    digests: Mapping[str, bytes]
     cuts: Cuts
     entry_class: EntryClass
     source: Source

@@ -9,7 +9,7 @@ from . import layout, policy, prefixes, queries, slotfile
 from .db import Connection
 from .engine import Engine
 from .errors import InvalidInputError, LayoutError, NotFoundError
-from .hashing import digest
+from .hashing import Digests
 from .job import Job, new_id
 from .layout_cells import as_bytes
 from .records import Bytes, Entry, EntryClass, Source, Tokens, hex_id
@@ -57,7 +57,6 @@ def learn(engine: Engine, id: int, n_tokens: int, entry_class: EntryClass, sourc
         found = slotfile.read_head(as_bytes(head))
         media = [m for m in found.media if m.start < n_tokens]
         head = slotfile.head_bytes(found.kind, found.version, (), found.packed, media)
-    digests = {"main": digest(main)} | ({} if draft is None else {"draft": digest(draft)})
     learned = engine.put(
         Job(
             id=new_id(),
@@ -65,7 +64,7 @@ def learn(engine: Engine, id: int, n_tokens: int, entry_class: EntryClass, sourc
             key=prefixes.key_of(tokens),
             main=main,
             draft=draft,
-            digests=digests,
+            digests=Digests(main=main, draft=draft),
             cuts=cuts_of(main, n_tokens),
             entry_class=entry_class,
             source=source,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from . import bkvd, blobs, prefixes, queries
@@ -38,7 +39,11 @@ class Part:
     kind: str  # 'full' or 'bkvd'
     data: Bytes
     size: int
-    digest: bytes
+    digests: Mapping[str, bytes]  # by part; may still be being computed
+
+    @property
+    def digest(self) -> bytes:
+        return self.digests[self.name]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +66,54 @@ def learned_prefix(c: Connection, fingerprint: int, key: bytes, now: int) -> tup
         if found is not None and found.entry_class == "learned" and found.parent is None:
             best = (id, n)
     return best
+
+
+class Keeping:
+    """An entry on its way into the RAM layer, copied by a thread while the file is written.
+
+    What is `owned`, and a delta, is taken as it is; a caller's buffer may change after the put.
+    """
+
+    def __init__(self, ram: RamCache, n_bytes: int, parts: list[Part], parent: int | None, owned: bool) -> None:
+        self._ram = ram
+        self._n_bytes = n_bytes
+        self._parent = parent
+        self._arrays = {part.name: part.data for part in parts}
+        self._copied = [] if owned else [part.name for part in parts if part.kind == "full"]
+        self._failed: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if n_bytes >= PARALLEL_DIGEST_BYTES and self._copied:
+            self._thread = threading.Thread(target=self._copy, name="kvstore-copy", daemon=True)
+            self._thread.start()
+
+    def _copy(self) -> None:
+        try:
+            for name in self._copied:
+                self._arrays[name] = self._arrays[name].copy()
+        except MemoryError as error:
+            self._failed = error
+
+    def _wait(self) -> None:
+        if self._thread is None:
+            self._copy()
+        else:
+            self._thread.join()
+
+    def commit(self, id: int, version: tuple[int, ...]) -> None:
+        """Shows the entry, which is on disk now in this version."""
+        self._wait()
+        if self._failed is not None:
+            self._ram.cancel(self._n_bytes)
+            return
+        for array in self._arrays.values():
+            array.flags.writeable = False
+        self._ram.commit(id, Held(version, self._arrays["main"], self._arrays.get("draft"), self._parent))
+
+    def cancel(self) -> None:
+        """Gives the room back."""
+        if self._thread is not None:
+            self._thread.join()
+        self._ram.cancel(self._n_bytes)
 
 
 class Shelf:
@@ -205,7 +258,7 @@ class Shelf:
         return Parent(id, n_tokens, version, held)
 
     def build(
-        self, main: Bytes, draft: Bytes | None, digests: dict[str, bytes], parent: Parent | None, min_saved: int
+        self, main: Bytes, draft: Bytes | None, digests: Mapping[str, bytes], parent: Parent | None, min_saved: int
     ) -> tuple[list[Part], int]:
         """What to store for the states, against `parent` where that saves enough; and the bytes shared.
 
@@ -226,22 +279,13 @@ class Shelf:
                 delta = bkvd.encode(state, of_parent, parent.id, min_saved=min_saved, content=True, parent_hash=known)
                 self._spent("encode_us", time.perf_counter() - started)
             if delta is None:
-                parts.append(Part(name, "full", state, state.size, digests[name]))
+                parts.append(Part(name, "full", state, state.size, digests))
             else:
                 shared += delta.shared
-                parts.append(Part(name, "bkvd", delta.data, state.size, digests[name]))
+                parts.append(Part(name, "bkvd", delta.data, state.size, digests))
         return parts, shared
 
-    def keep(self, id: int, version: tuple[int, ...], parts: list[Part], parent: int | None, *, owned: bool) -> None:
-        """Puts what was just stored into the RAM layer, copied unless it is `owned`: a caller's buffer may change."""
+    def keep(self, parts: list[Part], parent: int | None, *, owned: bool) -> Keeping | None:
+        """Begins to take what is being stored into the RAM layer; None where it has no room."""
         n_bytes = sum(part.data.size for part in parts)
-        if not self.ram.reserve(n_bytes, parent):
-            return
-        try:
-            copies = {part.name: part.data if owned or part.kind == "bkvd" else part.data.copy() for part in parts}
-            for copy in copies.values():
-                copy.flags.writeable = False
-        except BaseException:
-            self.ram.cancel(n_bytes)
-            raise
-        self.ram.commit(id, Held(version, copies["main"], copies.get("draft"), parent))
+        return Keeping(self.ram, n_bytes, parts, parent, owned) if self.ram.reserve(n_bytes, parent) else None

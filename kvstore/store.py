@@ -18,7 +18,7 @@ from .arguments import as_array, as_tokens, choice, entry_id, is_text, whole
 from .behind import Pending, WriteBehind
 from .engine import Engine
 from .errors import InvalidInputError, KVStoreError, NotFoundError, StoreIOError
-from .hashing import digest, family
+from .hashing import Digests, family
 from .job import Job, new_id
 from .lru import RamCache
 from .policy import cuts_of
@@ -200,13 +200,14 @@ class Store:
         n_images = whole(n_images, "n_images", 0)
         main = as_array(state, "state")
         second = None if draft is None else as_array(draft, "draft")
+        digests = Digests(main=main, draft=second)
         job = Job(
             id=new_id(),
             tokens=array,
             key=prefixes.key_of(array),
             main=main,
             draft=second,
-            digests={"main": digest(main)} | ({} if second is None else {"draft": digest(second)}),
+            digests=digests,
             cuts=cuts_of(main, len(array)),
             entry_class=entry_class,
             source=source,
@@ -222,6 +223,7 @@ class Store:
             if self._behind.reserve(job.size):
                 return self._put_behind(job)
             self._behind.drain()
+        digests.begin()
         entry = self._engine.put(job)
         self._wake()
         return entry
@@ -237,7 +239,9 @@ class Store:
         for array in (job.tokens, main, draft):
             if array is not None:
                 array.flags.writeable = False
-        job = replace(job, main=main, draft=draft)
+        digests = Digests(main=main, draft=draft)
+        digests.begin()
+        job = replace(job, main=main, draft=draft, digests=digests)
 
         def store() -> None:
             held = [reserved]
