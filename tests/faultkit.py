@@ -29,13 +29,12 @@ class Faults(apsw.VFS):
         self.act = act
         self.n = 0
         self.lock = threading.RLock()  # who holds it when power is lost never lets go
-        self.files: list[File] = []
+        # By path: what one connection wrote is safe when another one syncs the file.
+        self.unsynced: dict[str, list[tuple[int, bytes, int]]] = {}
         super().__init__("faults", "", makedefault=True)
 
     def xOpen(self, name: Any, flags: list[int]) -> File:
-        file = File(name, flags, self)
-        self.files.append(file)
-        return file
+        return File(name, flags, self)
 
     def count(self, kind: str) -> None:
         if kind in self.kinds:
@@ -45,31 +44,24 @@ class Faults(apsw.VFS):
 
     def lose_power(self, keep: int) -> None:
         """Takes back, in every file, the writes since its last sync but for the first `keep`."""
-        for file in self.files:
-            for at, old, size in reversed(file.unsynced[keep:]):
+        for path, writes in self.unsynced.items():
+            fd = os.open(path, os.O_RDWR | os.O_CREAT)  # the process is about to end: SQLite's locks do not matter
+            for at, old, size in reversed(writes[keep:]):
                 if old:
-                    os.pwrite(file.fd(), old, at)
-                os.ftruncate(file.fd(), size)
+                    os.pwrite(fd, old, at)
+                os.ftruncate(fd, size)
 
 
 class File(apsw.VFSFile):
     def __init__(self, name: Any, flags: list[int], owner: Faults) -> None:
         self.owner = owner
         self.path = name.filename() if isinstance(name, apsw.URIFilename) else name
-        self.unsynced: list[tuple[int, bytes, int]] = []
-        self._fd: int | None = None
         super().__init__("unix", name, flags)
-
-    def fd(self) -> int:
-        """Opened only when the process is about to end: closing it would drop SQLite's locks."""
-        if self._fd is None:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT)
-        return self._fd
 
     def remember(self, at: int, n: int) -> None:
         size = self.xFileSize()
         old = super().xRead(min(n, size - at), at) if at < size else b""
-        self.unsynced.append((at, bytes(old), size))
+        self.owner.unsynced.setdefault(self.path, []).append((at, bytes(old), size))
 
     def xRead(self, amount: int, offset: int) -> Any:
         self.owner.count("read")
@@ -93,7 +85,7 @@ class File(apsw.VFSFile):
         with self.owner.lock:
             self.owner.count("sync")
             super().xSync(flags)
-            self.unsynced.clear()
+            self.owner.unsynced.pop(self.path, None)
 
 
 @contextmanager
