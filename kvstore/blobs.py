@@ -22,6 +22,9 @@ from .records import Bytes
 CHUNK_BYTES = 8199 - 17 + 16 * 65532
 # A larger put is committed in batches of chunks, so that other writers get their turn and the log stays small.
 BATCH_CHUNKS = 64
+# The log is sent on its way to the disk after each batch, and so many chunks before the end: the sync of the last commit
+# then waits for little. Doing it oftener slows the writes more than it helps.
+KICKS_BEFORE_END = (12,)
 
 
 class UnreadableBlob(Exception):
@@ -82,13 +85,13 @@ def write(
     kick: Callable[[], None] | None = None,
 ) -> int:
     """Writes up to `count` chunks of a state from chunk `first` on; gives the next chunk to write, or -1 at the end."""
-    seq = first
+    seq, last = first, -(-data.size // CHUNK_BYTES)
     for at in range(first * CHUNK_BYTES, data.size, CHUNK_BYTES):
         if count is not None and seq - first >= count:
             return seq
         queries.insert_chunk(c, blob, seq, data[at : at + CHUNK_BYTES])
         seq += 1
-        if kick is not None and seq % 64 == 0:
+        if kick is not None and (seq % BATCH_CHUNKS == 0 or last - seq in KICKS_BEFORE_END):
             kick()
     return -1
 

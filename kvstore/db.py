@@ -52,6 +52,8 @@ JOURNAL_MODE = "wal"
 # Pages; the pager spills into the log beyond this. 8 MiB was as fast as any; 100 MiB was a third slower.
 CACHE_KIB = 8192
 READERS_KEPT = 8
+# Releases whose readers can stay at an old state of the file, seen with the tests of this project (3.54.1 is right again).
+_BROKEN_SQLITE = {"3.54.0"}
 
 _NETWORK_FILESYSTEMS = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "gfs2", "ocfs2", "beegfs",
@@ -185,6 +187,11 @@ class Database:
     """
 
     def __init__(self, path: str, *, readonly: bool = False, timeout: float = 30.0, key: str | None = None) -> None:
+        if apsw.sqlite_lib_version() in _BROKEN_SQLITE:
+            raise StoreIOError(
+                f"SQLite {apsw.sqlite_lib_version()} can give old states of a file to its readers",
+                hint="install another release of apsw",
+            )
         self.path = path
         self.readonly = readonly
         self.timeout = timeout

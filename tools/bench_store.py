@@ -56,7 +56,7 @@ def put_and_get(
         write, _ = timed(write_plain, plain, data)
         put, entry = timed(store.put, [run + 1, 2, 3], data)
         store.flush()
-        time.sleep(0.3)  # the checkpoint runs behind the put; `sustained` measures it
+        time.sleep(1.0)  # the checkpoint runs behind the put; `sustained` measures it
         read, _ = timed(read_plain, plain)
         with kvstore.Store(path, cache_ram_mib=0, readonly=True) as cold:
             get, saved = timed(cold.get, entry.id)
@@ -110,6 +110,8 @@ def fill(path: Path, n_entries: int, n_tokens: int, seed: int = 3) -> list[np.nd
             fingerprint = queries.add_fingerprint(c, "")
             for i in range(n_entries):
                 tokens = np.concatenate([system, rng.integers(0, 50000, n_tokens - len(system), dtype=np.int32)])
+                # In the order of the index: else each of many inserts would write another page of it.
+                tokens[len(system)] = np.uint32(i).byteswap().view(np.int32)
                 key = tokens.astype("<i4").tobytes()
                 entry = kvstore.Entry(
                     i + 1, n_tokens, 0, "normal", "default", now, now, None, None, 0, 1, n_tokens, "", None, 6, 6
