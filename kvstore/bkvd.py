@@ -350,7 +350,7 @@ class _Growing:
 
 
 def _encode(child: Bytes, parent: Bytes, sections: list[tuple[int, ...]], runs: Run, limit: int, content: bool) -> Delta | None:
-    step = max(child.size // 256, 64 << 10) + _PAGE - 1 & -_PAGE
+    step = max(child.size // 512, 64 << 10) + _PAGE - 1 & -_PAGE
     room = step
     out = _Growing(room)
     e = ffi.new("kv_encoder *")
