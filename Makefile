@@ -42,7 +42,7 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 asan: $(VENV)/.test
-	VENV=$(VENV) sh tools/asan.sh
+	PYTHON=$(CURDIR)/$(PY) sh tools/asan.sh
 
 bench: $(VENV)/.test
 	$(PY) tools/bench.py codec

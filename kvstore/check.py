@@ -259,7 +259,7 @@ def verify_file(path: str, *, key: str | None = None, jobs: int = 1, progress: P
 
 def _missing_bytes(path: str) -> int:
     """By how much a file without a log is shorter than its header says."""
-    if os.path.exists(path + "-wal") and os.path.getsize(path + "-wal"):
+    if db.open_here(path) or (os.path.exists(path + "-wal") and os.path.getsize(path + "-wal")):
         return 0
     with open(path, "rb") as f:
         header = f.read(100)

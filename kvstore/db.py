@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -208,6 +209,7 @@ class Database:
         if not self.memory and key is None:
             refuse(path, peek(path))
         self._writer = self._connect(writable=not readonly)
+        _OPEN.add(self)
 
     def _connect(self, writable: bool) -> Connection:
         flags = apsw.SQLITE_OPEN_READWRITE if writable or self.memory else apsw.SQLITE_OPEN_READONLY
@@ -435,6 +437,15 @@ class Database:
                         errors.append(error)
             if errors:
                 raise errors[0]
+
+
+_OPEN: weakref.WeakSet[Database] = weakref.WeakSet()
+
+
+def open_here(path: str) -> bool:
+    """Whether this process has connections to the file: reading it by other means would then drop their locks."""
+    others = [d.path for d in list(_OPEN) if not d._closed and not d.memory and os.path.exists(d.path)]
+    return any(os.path.samefile(path, other) for other in others)
 
 
 def peek(path: str) -> Header | None:
