@@ -157,7 +157,7 @@ def decode(delta: Any, parent: Any, parent_id: int, out: Any = None, *, parent_h
         or header[1] != base.size
         or header[2] != (sample_hash(base) if parent_hash is None else parent_hash)
     ):
-        raise DeltaError("its prefix is not in the cache")
+        raise DeltaError("its prefix is not in the cache", wrong_parent=True)
     total = ffi.new("uint64_t *")
     with ffi.from_buffer("uint8_t[]", data) as p, ffi.from_buffer("uint8_t[]", base) as q:
         _check(lib.kv_check(p, data.size, base.size, total))

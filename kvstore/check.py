@@ -200,7 +200,8 @@ def _check_entry(
                 try:
                     states[row.part] = _state(c, entry, row, of_parent)
                 except (blobs.UnreadableBlob, DeltaError) as error:
-                    problems.append(Problem("digest", id, f"its {row.part} state: {error}", "drop"))
+                    name = "delta-parent" if getattr(error, "wrong_parent", False) else "digest"
+                    problems.append(Problem(name, id, f"its {row.part} state: {error}", "drop"))
             if "main" in states:
                 problems += _check_cuts(c, entry, states["main"])
     except Unreadable as error:
@@ -214,7 +215,7 @@ def _state(c: Connection, entry: Entry, row: queries.BlobRow, of_parent: dict[st
     if row.kind == "bkvd":
         parent = of_parent.get(row.part)
         if entry.parent is None or parent is None:
-            raise DeltaError(f"the {row.part} state of its parent is damaged or not there")
+            raise DeltaError(f"the {row.part} state of its parent is damaged or not there", wrong_parent=True)
         stored = bkvd.decode(stored, parent, entry.parent)
     if digest(stored) != row.digest:
         raise blobs.UnreadableBlob("it fails its digest")

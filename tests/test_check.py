@@ -104,7 +104,7 @@ BROKEN: list[tuple[str, str, list[str], int | None]] = [
     ("delta-parent", "no parent", ["UPDATE meta SET parent = NULL WHERE entry = {A}"], A),
     ("delta-parent", "parent is no whole entry", ["UPDATE meta SET parent = {B} WHERE entry = {A}"], A),
     ("delta-parent", "parent is gone", ["PRAGMA foreign_keys = 0", "UPDATE meta SET parent = 12345 WHERE entry = {A}"], A),
-    ("digest", "parent is another", ["UPDATE meta SET parent = {R} WHERE entry = {A}"], A),
+    ("delta-parent", "parent is another", ["UPDATE meta SET parent = {R} WHERE entry = {A}"], A),
     (
         "chunks-complete", "a chunk is missing",
         ["DELETE FROM chunks WHERE blob = (SELECT id FROM blobs WHERE entry = {A})"], A,
