@@ -47,7 +47,8 @@ class Engine:
         self.shelf = Shelf(ram, verify, self.tally.spent)
         self.space = Space(database, disk_budget, self.writing, self.evictor)
         self.writer = blobs.writer_name()
-        self.last_put = 0.0
+        self.last_write = 0.0
+        self.putting = 0  # puts under way
         self._fingerprint_id: int | None = None
         self._families: set[int] = set()
         self._cut_off: list[int] = []
@@ -163,6 +164,15 @@ class Engine:
 
     def put(self, job: Job, *, owned: bool = False, release: Callable[[], None] | None = None) -> Entry:
         """Stores a job. `owned` arrays may be kept; `release` is called just before the RAM layer takes them."""
+        with self._clock_lock:
+            self.putting += 1
+        try:
+            return self._put(job, owned, release)
+        finally:
+            with self._clock_lock:
+                self.putting -= 1
+
+    def _put(self, job: Job, owned: bool, release: Callable[[], None] | None) -> Entry:
         started = time.perf_counter()
         for _ in range(TRIES):
             with self.db.read() as c:
@@ -197,7 +207,7 @@ class Engine:
         else:
             path = self.db.path
             raise BusyError(f"{path}: other processes changed what this put relies on, again and again", path=path)
-        self.last_put = time.monotonic()
+        self.last_write = time.monotonic()
         if release is not None:
             release()
         if owned:
@@ -440,9 +450,11 @@ class Engine:
 
     def delete(self, id: int, children: str, why: str = "deleted") -> list[int]:
         try:
-            return self._delete(id, children, why)
+            removed = self._delete(id, children, why)
         except DiskFullError:
-            return self._delete(id, children, why)  # the log was emptied: who makes room gets a second try
+            removed = self._delete(id, children, why)  # the log was emptied: who makes room gets a second try
+        self.last_write = time.monotonic()  # a put that takes the place may come
+        return removed
 
     def _delete(self, id: int, children: str, why: str) -> list[int]:
         if children != "drop":

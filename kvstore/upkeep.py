@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 
 from . import queries
-from .engine import Engine
+from .engine import LOG_BYTES, Engine
 from .errors import KVStoreError
 from .space import PAGES_EVICTED
 
@@ -78,7 +78,9 @@ class Upkeep:
             del engine
 
     def _tick(self, engine: Engine) -> None:
-        quiet = time.monotonic() - engine.last_put > QUIET_SECONDS
+        if engine.putting and engine.db.wal_bytes() < LOG_BYTES:
+            return  # its log is copied when it is done: both at once are slower than one after the other
+        quiet = time.monotonic() - engine.last_write > QUIET_SECONDS
         if engine.db.wal_bytes():
             engine.db.checkpoint(truncate=quiet, wait=False)
         engine.clear_cut_off()
