@@ -461,7 +461,8 @@ def peek(path: str) -> Header | None:
     try:
         c = apsw.Connection(Path(path).resolve().as_uri() + "?immutable=1", flags=flags)
         try:
-            return Header(application_id(c), user_version(c), is_empty(c))
+            empty = is_empty(c)  # first, as another process may be creating it
+            return Header(application_id(c), user_version(c), empty)
         finally:
             c.close(True)
     except apsw.Error:

@@ -29,7 +29,8 @@ def version_of(c: Connection, path: str) -> int:
 
     Raises NotAStoreError for another program's file, NewerStoreError for one of a newer kvstore; neither is touched.
     """
-    found = Header(db.application_id(c), db.user_version(c), db.is_empty(c))
+    empty = db.is_empty(c)  # first: a file that another process creates just now is never seen as somebody else's
+    found = Header(db.application_id(c), db.user_version(c), empty)
     db.refuse(path, found)
     return found.user_version
 
