@@ -12,7 +12,6 @@ import xxhash
 
 from .records import Bytes, Tokens
 
-DIGEST_BYTES = 16
 PARALLEL_BYTES = 1 << 20  # below this a thread costs more than it saves
 FAMILY_SYSTEM_TOKENS = 256
 FAMILY_USER_TOKENS = 32

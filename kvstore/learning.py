@@ -12,16 +12,11 @@ from .errors import InvalidInputError, LayoutError, NotFoundError
 from .hashing import Digests
 from .job import Job, new_id
 from .layout_cells import as_bytes
-from .records import Bytes, Entry, EntryClass, Source, Tokens, hex_id
+from .records import Entry, EntryClass, Source, Tokens, hex_id
 from .shelf import Damaged, Parent, cuts_of
 
 log = logging.getLogger("kvstore")
 FAMILY_ENTRIES = 256  # as many of a family are looked at, the most recently used
-
-
-def cut(state: Bytes, n_tokens: int) -> Bytes:
-    """The state of the first n_tokens. Raises LayoutError."""
-    return layout.crop(state, n_tokens)
 
 
 def source_of(engine: Engine, c: Connection, tokens: Tokens) -> int | None:
@@ -45,10 +40,10 @@ def learn(engine: Engine, id: int, n_tokens: int, entry_class: EntryClass, sourc
     main, draft = saved.main, saved.draft
     tokens = saved.tokens[:n_tokens]
     if n_tokens < saved.entry.n_tokens:
-        main = cut(main, n_tokens)
+        main = layout.crop(main, n_tokens)
         if draft is not None:
             try:
-                draft = cut(draft, n_tokens)
+                draft = layout.crop(draft, n_tokens)
             except LayoutError:
                 draft = None  # the prefix then speeds up the main model alone
     with engine.db.read() as c:
