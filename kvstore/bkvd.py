@@ -364,7 +364,8 @@ def _encode(child: Bytes, parent: Bytes, sections: list[tuple[int, ...]], runs: 
         e.sections, e.n_sections, e.runs, e.n_runs, e.limit = table, len(sections), r, len(runs), limit
         index = ffi.new("kv_index *")
         if content and (n := int(lib.kv_plan(index, parent.size, child.size - _shareable(sections, runs)))):
-            slots = np.empty(n // 4, np.uint32)
+            slots = np.empty(n // 4 + 15, np.uint32)
+            slots = slots[-slots.ctypes.data % 64 // 4 :]  # a bucket is one line of the cache
             index.slots = ffi.from_buffer("uint32_t[]", slots)
             e.index = index
         while True:

@@ -33,12 +33,14 @@ def window_hashes(data: Bytes) -> npt.NDArray[np.uint64]:
 
 def missed(delta: Bytes, parent: Bytes) -> int:
     """Windows of MIN_RUN bytes inside a literal that the parent has too."""
-    known = np.unique(window_hashes(parent)) if parent.size >= MIN_RUN else np.empty(0, np.uint64)
+    known = np.sort(window_hashes(parent)) if parent.size >= MIN_RUN else np.zeros(1, np.uint64)
     whole, count = parent.tobytes(), 0
     for code, at, n in oracle.ops(delta.tobytes()):
         if code == oracle.LITERAL and n >= MIN_RUN:
             literal = delta[at : at + n]
-            for i in np.flatnonzero(np.isin(window_hashes(literal), known)):
+            hashes = window_hashes(literal)
+            at_or_after = np.minimum(np.searchsorted(known, hashes), known.size - 1)
+            for i in np.flatnonzero(known[at_or_after] == hashes):
                 count += literal[i : i + MIN_RUN].tobytes() in whole
     return count
 
@@ -114,6 +116,33 @@ def test_one_piece_of_a_large_parent(shift: int, n: int) -> None:
         parent, child = state(1, range(5), range(5), tail=p), state(1, range(5), range(5), tail=c)
         found = [op for op in oracle.ops(encoded(child, parent).tobytes()) if op[0] == oracle.COPY and op[2] >= n]
         assert len(found) == 1
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["by rows", "transposed"])
+@pytest.mark.parametrize("filler", ["noise", "zeros", "much"])
+def test_some_gaps_of_many(transposed: bool, filler: str) -> None:
+    """Every layer has new rows; in some of them stand pieces of the parent. The others stay as the plain rule has them."""
+    n_layer, row, old, new = 10, 1024, 500, 800
+    size = (new - old) * row
+    parent = exact(state(1, range(old), range(old), n_layer=n_layer, row=row, transposed=transposed))
+    child = exact(state(1, range(new), range(new), n_layer=n_layer, row=row, transposed=transposed))
+    assert parent.size > 8 << 20  # the wide strides
+    rng = np.random.default_rng(len(filler))
+    pieces = 0
+    for layer in range(n_layer):
+        end = 16 + 12 * new + 8 + (layer + 1) * (12 + new * row)
+        gap = child[end - size : end]
+        if filler == "zeros" and layer % 2:
+            gap[:70000] = 0
+        if filler == "much" or layer % 4 == 1:
+            at, n = int(rng.integers(0, parent.size - size)), int(rng.integers(MIN_RUN, size // 2))
+            place = int(rng.integers(0, size - n))
+            gap[place : place + n] = parent[at : at + n]
+            pieces += n
+    delta = encoded(child, parent)
+    plain = bkvd.encode(child, parent, 7, min_saved=0)
+    assert plain is not None
+    assert 0 <= plain.data.size - delta.size - pieces < 12 * old + 4096 * n_layer
 
 
 def test_shorter_runs_are_left() -> None:

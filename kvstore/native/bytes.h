@@ -1,4 +1,4 @@
-/* Comparing bytes. */
+/* Reading, writing and comparing bytes. */
 #ifndef KVSTORE_BYTES_H
 #define KVSTORE_BYTES_H
 
@@ -26,11 +26,32 @@
 #define KV_RESTRICT restrict
 #endif
 
+#if KV_SSE2
+#define PREFETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
+#else
+#define PREFETCH(p) ((void)(p))
+#endif
+
 KV_INLINE uint64_t load64(const uint8_t *p)
 {
     uint64_t x;
     memcpy(&x, p, 8);
     return x;
+}
+
+/* Little-endian, as the format has it. */
+KV_INLINE uint64_t get64(const uint8_t *p)
+{
+    uint64_t x = 0;
+    for (int i = 7; i >= 0; i--)
+        x = x << 8 | p[i];
+    return x;
+}
+
+KV_INLINE void set64(uint8_t *p, uint64_t x)
+{
+    for (int i = 0; i < 8; i++)
+        p[i] = (uint8_t)(x >> (8 * i));
 }
 
 /* The place of the lowest bit that is set; x is not 0. */
