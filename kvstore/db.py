@@ -37,6 +37,9 @@ from .header import EMPTY, Header
 
 Connection: TypeAlias = apsw.Connection
 MEMORY = ":memory:"
+zeroblob = apsw.zeroblob
+Row: TypeAlias = tuple[Any, ...]
+
 APPLICATION_ID = 0x4B565356
 SCHEMA_VERSION = 2
 
@@ -515,6 +518,3 @@ def run_script(connection: Connection, sql: str) -> None:
 
 def sqlite_version() -> str:
     return apsw.sqlite_lib_version()
-
-
-Row: TypeAlias = tuple[Any, ...]

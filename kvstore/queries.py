@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from .db import Connection
-from .records import Entry, EntryClass, Source, Tokens
+from .db import Connection, zeroblob
+from .records import Bytes, Entry, EntryClass, Source, Tokens
 
 _U64 = 1 << 64
 _I63 = 1 << 63
@@ -319,8 +319,19 @@ def finish_blob(c: Connection, blob: int, id: int, digest: bytes) -> bool:
     return c.changes() == 1
 
 
-def insert_chunk(c: Connection, blob: int, seq: int, data: Any) -> None:
-    c.execute("INSERT INTO chunks(blob, seq, data) VALUES(?,?,?)", (blob, seq, data))
+# Above this a chunk is inserted as zeros, then written in place: SQLite copies a bound value twice before it reaches a page,
+# into memory that malloc may take from the system, page fault by page fault, each time: 0.23 or 0.55 s for 256 MiB, so 0.19.
+IN_PLACE_BYTES = 65536
+
+
+def insert_chunk(c: Connection, blob: int, seq: int, data: Bytes | bytes) -> None:
+    sql = "INSERT INTO chunks(blob, seq, data) VALUES(?,?,?)"
+    if len(data) <= IN_PLACE_BYTES:
+        c.execute(sql, (blob, seq, data))
+        return
+    c.execute(sql, (blob, seq, zeroblob(len(data))))
+    with c.blob_open("main", "chunks", "data", c.last_insert_rowid(), True) as handle:
+        handle.write(data)
 
 
 def chunk_sizes(c: Connection, blob: int) -> list[tuple[int, int, int]]:
