@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -282,18 +283,20 @@ class Engine:
         need = total + 3 * len(job.key)
         batch = self.space.batch_bytes()
         spare = None if parent is None else parent.id
+        kicks = blobs.KICKS_USED_LOG if self.db.wal_bytes() >= total else blobs.KICKS_NEW_LOG
         with self.db.sync_ahead() as kick:
+            write = functools.partial(blobs.write, kick=kick, kicks=kicks)
             if total <= batch:
                 with self.space.room(need, need, spare) as (c, dropped):
                     staged = self._stage(c, parts)
                     for blob, part in zip(staged, parts, strict=True):
-                        blobs.write(c, blob, part.data, kick=kick)
+                        write(c, blob, part.data)
                     return self._publish(c, job, parts, staged, parent, prefix, dropped)
             staged = []
             try:
                 with self.space.room(need, batch, spare, durable=False) as (c, _):
                     staged = self._stage(c, parts)
-                self._write_batches(parts, staged, need, batch, spare, kick)
+                self._write_batches(parts, staged, need, batch, spare, write)
                 with self.space.room(need - total, need - total, spare) as (c, dropped):
                     for blob, part in zip(staged, parts, strict=True):
                         if queries.chunk_total(c, blob)[1] != part.data.size:
@@ -307,7 +310,7 @@ class Engine:
                 raise
 
     def _write_batches(
-        self, parts: list[Part], staged: list[int], need: int, batch: int, spare: int | None, kick: Callable[[], None]
+        self, parts: list[Part], staged: list[int], need: int, batch: int, spare: int | None, write: Callable[..., int]
     ) -> None:
         count = max(1, batch // blobs.CHUNK_BYTES)
         logged = 0
@@ -318,7 +321,7 @@ class Engine:
                 with self.space.room(left, min(left, batch), spare, durable=False) as (c, _):
                     if queries.blob_writer(c, blob) != self.writer:
                         raise _Lost
-                    seq = blobs.write(c, blob, part.data, seq, count, kick)
+                    seq = write(c, blob, part.data, seq, count)
                 logged += count * blobs.CHUNK_BYTES
                 if logged > LOG_BYTES and not self.space.limited:
                     self.db.checkpoint()
