@@ -57,12 +57,12 @@ class Upstream:
         self.url = url.rstrip("/")
         self.api_key = api_key
         self._own = Wire(self.url)
+        self._url = httpx.URL(self.url)
         # A kept connection that the server closes at the same moment would fail a request that cannot be sent twice.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-        self._forward = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
-        for name in ("accept", "accept-encoding", "user-agent"):
-            del self._forward.headers[name]
+        # The client around it adds headers, cookies and redirects, none of which a proxy wants, and a third to the time.
+        self._forward = httpx.AsyncHTTPTransport(limits=limits, trust_env=False)
+        self._timeout = httpx.Timeout(None, connect=CONNECT_SECONDS).as_dict()
 
     async def close(self) -> None:
         await self._own.close()
@@ -123,7 +123,6 @@ class Upstream:
             without += [b"authorization", b"x-api-key"]
         sent: RawHeaders = end_to_end(headers, without)
         sent += [(name.lower().encode(), value.encode()) for name, value in self.authorization.items()]
-        url = httpx.URL(self.url)
-        url = url.copy_with(raw_path=url.raw_path.rstrip(b"/") + target)
-        request = self._forward.build_request(method, url, headers=sent, content=content)
-        return await self._forward.send(request, stream=True)
+        url = self._url.copy_with(raw_path=self._url.raw_path.rstrip(b"/") + target)
+        request = httpx.Request(method, url, headers=sent, content=content, extensions={"timeout": self._timeout})
+        return await self._forward.handle_async_request(request)
