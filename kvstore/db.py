@@ -34,6 +34,7 @@ from .errors import (
     WrongKeyError,
 )
 from .header import EMPTY, Header
+from .wal import Syncer, reserve
 
 Connection: TypeAlias = apsw.Connection
 MEMORY = ":memory:"
@@ -147,40 +148,6 @@ def reserve_file(path: str) -> bool:
             raise DiskFullError(f"the disk of {path} is full", path=path) from error
         raise StoreIOError(f"{path} can not be created: {error.strerror}", path=path) from error
     return True
-
-
-class _Syncer:
-    """A thread that syncs a file each time it is asked to."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._asked = threading.Semaphore(0)
-        self._done = False
-        self._thread: threading.Thread | None = None
-
-    def kick(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvstore-sync", daemon=True)
-            self._thread.start()
-        self._asked.release()
-
-    def _run(self) -> None:
-        with suppress(OSError):  # the commit's own sync is the one that counts
-            fd = os.open(self._path, os.O_RDWR)
-            try:
-                while True:
-                    self._asked.acquire()
-                    if self._done:
-                        return
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
-
-    def close(self) -> None:
-        self._done = True
-        if self._thread is not None:
-            self._asked.release()
-            self._thread.join()
 
 
 class Database:
@@ -365,6 +332,11 @@ class Database:
                 self._checkpointer.set_busy_timeout(int(self.timeout * 1000))
             return bool(in_log == done)
 
+    def reserve_log(self, n_bytes: int) -> None:
+        """Makes the log's file as large as it will be with so many bytes, where the system can."""
+        if not self.memory:
+            reserve(self.path + "-wal", n_bytes)
+
     @contextmanager
     def sync_ahead(self) -> Iterator[Callable[[], None]]:
         """Lends a function that starts the log's way to the disk while the transaction still writes.
@@ -375,7 +347,7 @@ class Database:
         if self.memory or sys.platform == "win32":
             yield lambda: None
             return
-        syncer = _Syncer(self.path + "-wal")
+        syncer = Syncer(self.path + "-wal")
         try:
             yield syncer.kick
         finally:

@@ -24,6 +24,7 @@ log = logging.getLogger("kvstore")
 log.addHandler(logging.NullHandler())  # silent unless the program that uses us logs: no warnings on its stderr
 # A put larger than this checkpoints each time it has written so much: its log stays smaller than it.
 LOG_BYTES = 512 << 20
+RESERVE_FROM = 8 << 20
 TRIES = 8  # of a put whose parent or staged blob another process removes
 # Why an entry may go: what someone asked for is no eviction, and what a newer entry serves is no loss.
 ASKED = ("deleted", "taken")
@@ -284,6 +285,8 @@ class Engine:
         batch = self.space.batch_bytes()
         spare = None if parent is None else parent.id
         kicks = blobs.KICKS_USED_LOG if self.db.wal_bytes() >= total else blobs.KICKS_NEW_LOG
+        if total >= RESERVE_FROM and not self.space.limited:  # with a budget the log is emptied after each batch
+            self.db.reserve_log(min(blobs.log_bytes(total), LOG_BYTES))
         with self.db.sync_ahead() as kick:
             write = functools.partial(blobs.write, kick=kick, kicks=kicks)
             if total <= batch:
