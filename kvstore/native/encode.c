@@ -290,17 +290,15 @@ static void take_gap(kv_encoder *e)
 static uint64_t plan_search(kv_encoder *e)
 {
     uint8_t *const start = e->out + KV_HEADER, *p = start + e->first_left_out;
-    uint64_t all = 0, found = 0;
-    for (uint64_t i = 0; i < e->n_left_out; i++, p = start + get64(p + 17)) {
+    uint64_t found = 0, others = 0;
+    for (uint64_t i = 0; i < e->n_left_out; i++, p = start + get64(p + 17))
         kv_screen_gap(e, get64(p + 9), get64(p + 9) + get64(p + 1), p);
-        all += get64(p + 1);
-    }
     kv_screen_end(e);
     p = start + e->first_left_out;
     for (uint64_t i = 0; i < e->n_left_out; i++, p = start + get64(p + 17))
-        found += p[0] == SEARCH_IT ? get64(p + 1) : 0;
+        *(p[0] == SEARCH_IT ? &found : &others) += get64(p + 1);
     if (found == 0)
-        return all;
+        return others;
     if (found <= e->parent_size / FEW && !e->index->has_pattern) {
         kv_filter_gaps(e->index);
         p = start + e->first_left_out;
@@ -308,10 +306,10 @@ static uint64_t plan_search(kv_encoder *e)
             if (p[0] == SEARCH_IT)
                 kv_filter_gap(e, get64(p + 9), get64(p + 9) + get64(p + 1));
         if (kv_table_filtered(e->index, e->parent))
-            return all - found;
+            return others;
     }
     kv_table_all(e->index, e->parent, e->parent_size);
-    return all - found;
+    return others;
 }
 
 /* From the draft to the delta. A draft is gaps with stretches of other ops between. A stretch is moved as it is, but for

@@ -90,7 +90,7 @@ unsigned kv_choose(const uint8_t *p, unsigned n, uint16_t *places)
 
 enum { TABLE = 2 * KV_SCREEN, BITS = 32 * KV_SCREEN };
 
-/* Each round takes the list once. */
+/* Each round takes the list once; after so many the search itself is cheaper. */
 enum { MOST_ROUNDS = 16 };
 
 /* Marks the gaps of those windows that are in the parent. A slot of the table holds the number of a window, from 1. */
@@ -126,8 +126,8 @@ void kv_screen_gap(const kv_encoder *e, uint64_t from, uint64_t to, uint8_t *fou
     const kv_index *x = e->index;
     kv_screen *s = &e->index->screen;
     const uint64_t step = group_step(x), last = to - SAMPLE + 1;
-    *found = s->rounds >= MOST_ROUNDS;
-    for (uint64_t group = from + step - 1; group < last && !*found; group += step) {
+    *found = 0;
+    for (uint64_t group = from + step - 1; group < last && !*found && s->rounds < MOST_ROUNDS; group += step) {
         const uint64_t stop = last - group < x->stride ? last : group + x->stride;
         for (uint64_t next = group + step; next < last && next < group + step + x->stride + SAMPLE; next += 64)
             PREFETCH(e->child + next); /* groups lie pages apart */
@@ -149,6 +149,8 @@ void kv_screen_gap(const kv_encoder *e, uint64_t from, uint64_t to, uint8_t *fou
             }
         }
     }
+    if (s->rounds >= MOST_ROUNDS)
+        *found = 1;
 }
 
 void kv_screen_end(const kv_encoder *e)

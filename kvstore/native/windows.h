@@ -16,10 +16,16 @@ KV_INLINE uint64_t hash_at(const uint8_t *p)
     return (load64(p) * UINT64_C(0x9E3779B97F4A7C15) + load64(p + 8)) * UINT64_C(0xD6E8FEB86659FD93);
 }
 
-/* `h` spread over 0 .. n - 1; n below 2^32. */
-KV_INLINE uint64_t spread(uint64_t h, uint64_t n)
+/* The half of a hash that says where it belongs; the list keeps only this. */
+KV_INLINE uint32_t list_key(uint64_t h)
 {
-    return ((h >> 32) * n) >> 32;
+    return (uint32_t)(h >> 32);
+}
+
+/* `key` spread over 0 .. n - 1; n below 2^32. */
+KV_INLINE uint64_t spread(uint32_t key, uint64_t n)
+{
+    return (key * n) >> 32;
 }
 
 KV_INLINE int is_pattern(const uint8_t *p)
@@ -79,7 +85,6 @@ KV_INLINE uint64_t chosen(const uint8_t *p)
     return lowest_bit(equal_mask(ranks, least));
 }
 
-
 /* The same for all eight phases of a repeated pattern. */
 KV_INLINE uint64_t any_phase(uint64_t x)
 {
@@ -107,7 +112,7 @@ KV_INLINE void stretch(const uint8_t *p, uint64_t from, uint64_t to, uint64_t at
 /* The first slot of the bucket where a hash belongs; a bucket that is full goes on in the next. */
 KV_INLINE uint64_t bucket_of(const kv_index *x, uint64_t h)
 {
-    return spread(h, x->n_table / BUCKET) * BUCKET;
+    return spread(list_key(h), x->n_table / BUCKET) * BUCKET;
 }
 
 KV_INLINE uint64_t next_bucket(const kv_index *x, uint64_t bucket)
@@ -145,12 +150,6 @@ KV_INLINE void match(const kv_index *x, uint64_t bucket, uint32_t tag, uint32_t 
     *equal &= ~*empty;
 }
 
-/* What the list keeps of a hash. */
-KV_INLINE uint32_t list_key(uint64_t h)
-{
-    return (uint32_t)(h >> 32);
-}
-
 /* The filter has three bits of one word for each key. */
 KV_INLINE uint32_t filter_bits(uint32_t key)
 {
@@ -159,7 +158,7 @@ KV_INLINE uint32_t filter_bits(uint32_t key)
 
 KV_INLINE uint32_t *filter_word(const kv_index *x, uint32_t key)
 {
-    return x->filter + ((key * x->n_filter) >> 32);
+    return x->filter + spread(key, x->n_filter);
 }
 
 /* The place of the window that a slot stands for. */
