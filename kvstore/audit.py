@@ -59,6 +59,20 @@ def no_orphan(c: Connection) -> Iterator[Finding]:
             yield None if id is None else unsigned(id), f"{n} rows of {table} refer to nothing"
 
 
+_LOST_PARENT = "parent IS NOT NULL AND parent NOT IN (SELECT id FROM entries)"
+_NO_DELTA = "NOT EXISTS (SELECT 1 FROM blobs WHERE blobs.entry = meta.entry AND kind <> 'full')"
+
+
+def lost_parent(c: Connection) -> Iterator[Finding]:
+    for (id,) in c.execute(f"SELECT entry FROM meta WHERE {_LOST_PARENT} AND {_NO_DELTA}"):
+        yield unsigned(id), "it names a parent that is not there, and needs none"
+
+
+def clear_parents(c: Connection) -> None:
+    """Makes whole entries that name a lost parent entries without one."""
+    c.execute(f"UPDATE meta SET parent = NULL WHERE {_LOST_PARENT} AND {_NO_DELTA}")
+
+
 def lost_fingerprint(c: Connection) -> Iterator[Finding]:
     for (id,) in c.execute("SELECT id FROM entries WHERE fingerprint NOT IN (SELECT id FROM fingerprints)"):
         yield unsigned(id), "its fingerprint is not there"
@@ -69,7 +83,8 @@ def staged(c: Connection) -> Iterator[Finding]:
         yield None, f"blob {blob} {'belongs to an entry and has' if has_entry else 'has no entry and no'} writer"
 
 
-_SUMS = "SELECT class, count(*), sum(size), sum(stored) FROM meta GROUP BY class"
+# Capped, so that no damaged size makes the sum an error: it then differs from the total.
+_SUMS = f"SELECT class, count(*), sum(min(size, {1 << 52})), sum(min(stored, {1 << 52})) FROM meta GROUP BY class"
 
 
 def totals(c: Connection) -> Iterator[Finding]:
@@ -90,11 +105,11 @@ def clear_writers(c: Connection) -> None:
 
 def rebuild_totals(c: Connection) -> None:
     """Sets the sizes in meta and the sums in totals to what the states have."""
+    c.execute("DELETE FROM totals")  # first: the triggers then add nothing to sums that may be out of range
     c.execute(
         """UPDATE meta SET (size, stored) = (SELECT sum(size), sum(stored) FROM blobs WHERE blobs.entry = meta.entry)
  WHERE EXISTS (SELECT 1 FROM blobs WHERE blobs.entry = meta.entry)"""
     )
-    c.execute("DELETE FROM totals")
     c.execute("INSERT INTO totals VALUES('normal', 0, 0, 0), ('learned', 0, 0, 0), ('pinned', 0, 0, 0)")
     c.execute(f"INSERT OR REPLACE INTO totals {_SUMS}")
 
@@ -121,6 +136,7 @@ INVARIANTS: tuple[tuple[str, Callable[[Connection], Iterator[Finding]]], ...] = 
     ("delta-parent", delta_parent),
     ("chunks-complete", chunks_complete),
     ("no-orphan", no_orphan),
+    ("no-orphan", lost_parent),
     ("no-orphan", lost_fingerprint),
     ("staged", staged),
     ("totals", totals),

@@ -6,22 +6,24 @@ family by family, a parent and its children by one job, which holds the parent's
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
-from . import audit, bkvd, blobs, db, queries
+from . import audit, blobs, db, queries
 from .db import Connection, Database
-from .errors import CorruptStoreError, DeltaError, KVStoreError, MigrationError
-from .hashing import digest
+from .entry_reader import Damaged, as_put
+from .errors import CorruptStoreError, KVStoreError, MigrationError, StoreIOError
+from .policy import cuts_of
 from .records import Bytes, Entry, hex_id
-from .shelf import cuts_of
 
+T = TypeVar("T")
 Progress: TypeAlias = Callable[[int, int], None]  # bytes done, bytes in all
-Remedy: TypeAlias = Literal["drop", "rows", "totals", "cuts", "salvage"]
+Remedy: TypeAlias = Literal["drop", "rows", "totals", "cuts", "salvage", "retry"]
 # What the layers below raise on damaged rows: a value of another type, a text that is no UTF-8.
 Unreadable = (KVStoreError, UnicodeDecodeError, TypeError, ValueError)
 _REMEDIES: dict[str, Remedy] = {"no-orphan": "rows", "staged": "rows", "totals": "totals", "cuts": "cuts"}
@@ -29,10 +31,11 @@ _REMEDIES: dict[str, Remedy] = {"no-orphan": "rows", "staged": "rows", "totals":
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that does not hold. `invariant` is its name in schema.sql, or "sqlite"; `entry` the id it concerns.
+    """One thing that does not hold, or could not be checked; `entry` is the id that it concerns.
 
-    `remedy` is what `repair` does about it: "drop" the entry, delete "rows" that refer to nothing, count "totals" or find
-    "cuts" anew; "salvage" where only a new file helps.
+    `invariant` is its name in schema.sql, "sqlite" for what SQLite's own checks find, or "read" where the system refused a
+    read. `remedy` is what `repair` does about it: "drop" the entry, delete "rows" that refer to nothing, count "totals" or
+    find "cuts" anew; "salvage" where only a new file helps; "retry" where nothing is done: verify again.
     """
 
     invariant: str
@@ -63,7 +66,7 @@ class Lenient(Database):
 
 def verify(database: Database, *, jobs: int = 1, progress: Progress | None = None) -> list[Problem]:
     """Every problem of a store, each with its entry. `progress` is called as the digests are checked."""
-    problems = list(_structure(database))
+    problems = list(structure(database))
     ids, lost = all_ids(database)
     problems += lost
     named = {p.entry for p in problems if p.remedy == "drop"}
@@ -71,17 +74,30 @@ def verify(database: Database, *, jobs: int = 1, progress: Progress | None = Non
     return problems
 
 
-def _structure(database: Database) -> Iterator[Problem]:
-    """SQLite's checks and the invariants that rows can answer."""
+def _twice(database: Database, question: Callable[[Connection], T]) -> T:
+    """The answer to a question; asked again on a new connection where it fails, as a read may fail once."""
     try:
         with database.read() as c:
-            yield from [Problem("sqlite", None, text) for text in queries.integrity(c)]
+            return question(c)
+    except Unreadable:
+        with database.read(fresh=True) as c:
+            return question(c)
+
+
+def structure(database: Database) -> Iterator[Problem]:
+    """SQLite's checks and the invariants that rows can answer."""
+    try:
+        yield from [Problem("sqlite", None, text) for text in _twice(database, queries.integrity)]
+    except StoreIOError as error:
+        yield _unread(None, error)
     except Unreadable as error:
         yield Problem("sqlite", None, _say(error))
     for name, question in audit.INVARIANTS:
         try:
-            with database.read() as c:
-                found = list(question(c))
+            found = _twice(database, lambda c, question=question: list(question(c)))  # type: ignore[misc]
+        except StoreIOError as error:
+            yield _unread(None, error, f"{name} cannot be checked: ")
+            continue
         except Unreadable as error:
             yield Problem(name, None, f"cannot be checked: {_say(error)}")
             continue
@@ -90,13 +106,18 @@ def _structure(database: Database) -> Iterator[Problem]:
         yield from [Problem(name, entry, text, remedy) for entry, text in found]
 
 
+def _unread(entry: int | None, error: StoreIOError, what: str = "") -> Problem:
+    return Problem("read", entry, f"{what}{error.message}", "retry")
+
+
 def all_ids(database: Database) -> tuple[list[int], list[Problem]]:
     """The ids of all entries, also those whose row in one table is lost but not in another; and the problems met."""
     problems: list[Problem] = []
 
     try:
-        with database.read() as c:
-            return queries.all_ids(c), problems
+        return _twice(database, queries.all_ids), problems
+    except StoreIOError as error:
+        problems.append(_unread(None, error, "the list of entries is not complete: "))
     except Unreadable as error:
         problems.append(Problem("sqlite", None, f"the list of entries is damaged: {_say(error)}"))
     ids: set[int] = set()
@@ -134,10 +155,13 @@ def _states(database: Database, ids: list[int], jobs: int, progress: Progress | 
     groups: dict[int, _Group] = {}
     for id in ids:
         try:
-            with database.read() as c:
-                entry = queries.entry(c, id, None)
+            entry = _twice(database, lambda c, id=id: queries.entry(c, id, None))  # type: ignore[misc]
+        except StoreIOError as error:
+            yield _unread(id, error)
+            continue
         except Unreadable as error:
-            yield Problem("whole-entry", id, f"its rows cannot be read: {_say(error)}", "salvage")
+            by_value = isinstance(error, CorruptStoreError) and "entry" in error.facts
+            yield Problem("whole-entry", id, f"its rows cannot be read: {_say(error)}", "drop" if by_value else "salvage")
             continue
         if entry is None:
             continue  # removed meanwhile, or named by whole-entry
@@ -172,54 +196,70 @@ def _mapped(
 
 
 def _check_group(database: Database, root: int, children: list[int]) -> Iterator[Problem]:
-    problems, states = _check_entry(database, root, None, {})
+    problems, states = check_entry(database, root, None, {})
     yield from problems
-    if not children:
-        return
+    # What cannot be read now says nothing of the entries that are stored against it.
+    unread = next((p for p in problems if p.remedy == "retry"), None)
     for child in children:
-        found, _ = _check_entry(database, child, root, states)
-        yield from found
+        if unread is not None:
+            yield dataclasses.replace(unread, entry=child, text=f"its parent {hex_id(root)}: {unread.text}")
+            continue
+        yield from check_entry(database, child, root, states)[0]
 
 
-def _check_entry(
-    database: Database, id: int, parent: int | None, of_parent: dict[str, Bytes]
+def check_entry(
+    database: Database, id: int, parent: int | None = None, of_parent: Mapping[str, Bytes] | None = None
 ) -> tuple[list[Problem], dict[str, Bytes]]:
-    """The problems of an entry, and those of its states that are right."""
+    """The problems of an entry, and those of its states that are right.
+
+    `of_parent` are the states of the entry `parent`, where they are at hand. What fails is read again on a new connection.
+    """
     problems: list[Problem] = []
     states: dict[str, Bytes] = {}
-    try:
-        with database.read() as c:
-            entry = queries.entry(c, id, None)
-            if entry is None:
-                return [], {}
-            if entry.parent != parent:  # rebuilt meanwhile
-                parent, of_parent = entry.parent, {}
-                if parent is not None:
-                    of_parent = _check_entry(database, parent, None, {})[1]
-            for row in queries.blobs(c, id):
-                try:
-                    states[row.part] = _state(c, entry, row, of_parent)
-                except (blobs.UnreadableBlob, DeltaError) as error:
-                    name = "delta-parent" if getattr(error, "wrong_parent", False) else "digest"
-                    problems.append(Problem(name, id, f"its {row.part} state: {error}", "drop"))
-            if "main" in states:
-                problems += _check_cuts(c, entry, states["main"])
-    except Unreadable as error:
-        problems.append(Problem("digest", id, f"it cannot be read: {_say(error)}", "drop"))
+    for fresh in (False, True):
+        try:
+            with database.read(fresh=fresh) as c:
+                problems, states = _look(c, id, parent, of_parent if not fresh or parent is None else None)
+        except StoreIOError as error:
+            problems, states = [_unread(id, error)], {}
+        except Unreadable as error:
+            problems, states = [Problem("digest", id, f"it cannot be read: {_say(error)}", "drop")], {}
+        if not problems:
+            break
     return problems, states
 
 
-def _state(c: Connection, entry: Entry, row: queries.BlobRow, of_parent: dict[str, Bytes]) -> Bytes:
-    """A state as it was put. Raises UnreadableBlob or DeltaError."""
-    stored = blobs.read(c, row)
-    if row.kind == "bkvd":
-        parent = of_parent.get(row.part)
-        if entry.parent is None or parent is None:
-            raise DeltaError(f"the {row.part} state of its parent is damaged or not there", wrong_parent=True)
-        stored = bkvd.decode(stored, parent, entry.parent)
-    if digest(stored) != row.digest:
-        raise blobs.UnreadableBlob("it fails its digest")
-    return stored
+def _look(
+    c: Connection, id: int, parent: int | None, of_parent: Mapping[str, Bytes] | None
+) -> tuple[list[Problem], dict[str, Bytes]]:
+    entry = queries.entry(c, id, None)
+    if entry is None:
+        return [], {}
+    rows = queries.blobs(c, id)
+    if entry.parent is not None and (of_parent is None or entry.parent != parent):  # not given, or rebuilt meanwhile
+        needed = any(row.kind == "bkvd" for row in rows)
+        of_parent = _whole_states(c, entry.parent) if needed else {}
+    problems: list[Problem] = []
+    states: dict[str, Bytes] = {}
+    for row in rows:
+        try:
+            states[row.part] = as_put(id, row, blobs.read(c, row), entry.parent, (of_parent or {}).get(row.part))
+        except Damaged as error:
+            problems.append(Problem(error.invariant, id, error.reason, "drop"))
+        except blobs.UnreadableBlob as error:
+            problems.append(Problem("chunks-complete", id, f"its {row.part} state {error}", "drop"))
+    if "main" in states:
+        problems += _check_cuts(c, entry, states["main"])
+    return problems, states
+
+
+def _whole_states(c: Connection, id: int) -> dict[str, Bytes]:
+    """The states of a whole entry that are right."""
+    states: dict[str, Bytes] = {}
+    for row in queries.blobs(c, id):
+        with suppress(Damaged, blobs.UnreadableBlob):
+            states[row.part] = as_put(id, row, blobs.read(c, row), None, None)
+    return states
 
 
 def _check_cuts(c: Connection, entry: Entry, main: Bytes) -> list[Problem]:

@@ -11,13 +11,14 @@ from . import db, prefixes, queries
 from .check import Progress
 from .db import Connection, Database
 from .engine import Engine
+from .entry_reader import Damaged
 from .errors import BusyError, InvalidInputError, StoreIOError
 from .hashing import Digests
 from .job import Job, new_id
 from .lru import RamCache
 from .meta import MetaBlock
+from .policy import cuts_of
 from .records import Bytes, Entry, Tokens
-from .shelf import Damaged, cuts_of
 
 PAGES_PER_STEP = 256  # 16 MiB
 # VACUUM builds the new file in memory up to this size, beyond it in an unnamed temporary file.
@@ -86,12 +87,12 @@ def _publish(temporary: str, path: str) -> None:
 
 def export(engine: Engine, id: int) -> Exported | None:
     """An entry and its states, whole; None where there is none. Raises Damaged."""
+    saved = engine.read_twice(id)
+    if saved is None:
+        return None
     with engine.db.read() as c:
-        entry = queries.entry(c, id, engine.scope(c))
-        if entry is None or engine.is_expired(entry):
-            return None
-        main, draft = engine.shelf.load(c, entry)
-        return exported(c, entry, main, draft)
+        entry = queries.entry(c, id, engine.scope(c))  # its uses are counted meanwhile
+        return None if entry is None else exported(c, entry, saved.main, saved.draft)
 
 
 def exported(c: Connection, entry: Entry, main: Bytes, draft: Bytes | None) -> Exported:

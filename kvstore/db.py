@@ -6,6 +6,8 @@ of SQLite leaves here as one of `kvstore.errors`, recognised by its class, never
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import sys
 import threading
@@ -39,6 +41,8 @@ from .wal import Syncer, reserve
 Connection: TypeAlias = apsw.Connection
 MEMORY = ":memory:"
 zeroblob = apsw.zeroblob
+MalformedError = apsw.CorruptError  # what SQLite raises on a damaged page, and on a read that the system refused
+ConstraintError = apsw.ConstraintError  # a value that a rule of the schema forbids
 Row: TypeAlias = tuple[Any, ...]
 
 APPLICATION_ID = 0x4B565356
@@ -66,8 +70,41 @@ _NETWORK_FILESYSTEMS = {
 }  # fmt: skip
 
 
-def translate(error: apsw.Error, path: str, key: bool = False) -> KVStoreError:
-    """The error of kvstore that one of SQLite's is."""
+# The errors of a read that SQLite reports as damage ("database disk image is malformed") instead of an I/O error.
+_READ_ERRORS = (errno.EIO, errno.ENXIO, errno.ERANGE)
+
+
+def read_failed(connection: Connection) -> bool:
+    """Whether the system refused a read of the file or its log on this connection.
+
+    SQLite turns such a refusal into SQLITE_CORRUPT, so only this tells a disk that failed now from damaged bytes.
+    """
+    if sys.platform == "win32":
+        return False
+    last = ctypes.c_int(0)
+    if connection.file_control("main", apsw.SQLITE_FCNTL_LAST_ERRNO, ctypes.addressof(last)) and last.value in _READ_ERRORS:
+        return True
+    log = ctypes.c_void_p()
+    if not connection.file_control("main", apsw.SQLITE_FCNTL_JOURNAL_POINTER, ctypes.addressof(log)) or not log.value:
+        return False
+    # sqlite3_file starts with a pointer to sqlite3_io_methods: a version, then xClose, ..., the tenth is xFileControl
+    # (https://sqlite.org/c3ref/io_methods.html).
+    methods = ctypes.c_void_p.from_address(log.value).value
+    if not methods:
+        return False
+    address = ctypes.c_void_p.from_address(methods + 10 * ctypes.sizeof(ctypes.c_void_p)).value
+    if not address:
+        return False
+    control = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(address)
+    last.value = 0
+    return control(log, apsw.SQLITE_FCNTL_LAST_ERRNO, ctypes.addressof(last)) == 0 and last.value in _READ_ERRORS
+
+
+def translate(error: apsw.Error, path: str, key: bool = False, connection: Connection | None = None) -> KVStoreError:
+    """The error of kvstore that one of SQLite's is; `connection` is where it arose."""
+    if isinstance(error, apsw.CorruptError) and connection is not None and read_failed(connection):
+        reason = os.strerror(errno.EIO)
+        return StoreIOError(f"{path} cannot be read: {reason}", path=path, hint="check the disk, then try again")
     if isinstance(error, apsw.BusyError | apsw.LockedError):
         return BusyError(f"{path} is locked by another connection", path=path)
     if isinstance(error, apsw.FullError):
@@ -82,6 +119,8 @@ def translate(error: apsw.Error, path: str, key: bool = False) -> KVStoreError:
         return NotAStoreError(f"{path} is no kvstore: it is no SQLite database, or it is encrypted", path=path)
     if isinstance(error, apsw.CorruptError):
         return CorruptStoreError(f"{path} is damaged: {error}", path=path)
+    if isinstance(error, apsw.ConstraintError | apsw.SQLError | apsw.MismatchError):
+        return CorruptStoreError(f"{path} does not keep to the schema: {error}", path=path)
     if isinstance(error, apsw.CantOpenError):
         return StoreIOError(f"{path} can not be opened", path=path, hint="check that its folder exists and can be written")
     if isinstance(error, apsw.PermissionsError | apsw.AuthError):
@@ -92,11 +131,11 @@ def translate(error: apsw.Error, path: str, key: bool = False) -> KVStoreError:
 
 
 @contextmanager
-def translated(path: str, key: bool = False) -> Iterator[None]:
+def translated(path: str, key: bool = False, connection: Connection | None = None) -> Iterator[None]:
     try:
         yield
     except apsw.Error as error:
-        raise translate(error, path, key) from error
+        raise translate(error, path, key, connection) from error
 
 
 def network_filesystem(path: Path, mountinfo: str) -> str | None:
@@ -249,7 +288,7 @@ class Database:
         try:
             self.check()
             connection = self._writer
-            with translated(self.path):
+            with translated(self.path, connection=connection):
                 synchronous = "full" if durable else "normal"
                 if synchronous != self._synchronous:
                     connection.pragma("synchronous", synchronous)
@@ -273,19 +312,22 @@ class Database:
             self._lock.release()
 
     @contextmanager
-    def read(self) -> Iterator[Connection]:
-        """A read transaction: all its statements see one state of the file."""
+    def read(self, *, fresh: bool = False) -> Iterator[Connection]:
+        """A read transaction: all its statements see one state of the file.
+
+        fresh: on a new connection, which holds no page that another read brought in.
+        """
         self.check()
         if self.memory:
             with self._lock, translated(self.path):
                 yield self._writer
             return
         with self._pool_lock:
-            connection = self._idle.pop() if self._idle else None
+            connection = self._idle.pop() if self._idle and not fresh else None
         if connection is None:
             connection = self._connect(writable=False)
         try:
-            with translated(self.path):
+            with translated(self.path, connection=connection):
                 connection.execute("BEGIN")
                 try:
                     yield connection
@@ -305,7 +347,7 @@ class Database:
     def exclusive(self) -> Iterator[Connection]:
         """The writing connection outside any transaction, for what SQLite does not allow inside one."""
         self.check()
-        with self._lock, translated(self.path):
+        with self._lock, translated(self.path, connection=self._writer):
             self.check()
             yield self._writer
 

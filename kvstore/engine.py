@@ -9,17 +9,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
-from . import blobs, policy, prefixes, queries, tally, upgrade
-from .db import Connection, Database
-from .errors import BusyError, CorruptStoreError, DiskFullError, KVStoreError, NotFoundError, OverBudgetError
+from . import audit, blobs, policy, prefixes, queries, tally, upgrade
+from .db import Connection, ConstraintError, Database
+from .entry_reader import Damaged, EntryReader
+from .errors import BusyError, CorruptStoreError, DiskFullError, KVStoreError, NotFoundError, OverBudgetError, StoreIOError
 from .job import Job
 from .lru import RamCache
-from .records import Entry, EntryClass, SavedState, Source, hex_id
-from .shelf import Damaged, Parent, Part, Shelf, learned_prefix
+from .records import Entry, EntryClass, Match, SavedState, Source, hex_id
+from .shelf import Parent, Part, Shelf, learned_prefix
 from .space import Space
 from .tally import Tally
 
+T = TypeVar("T")
 log = logging.getLogger("kvstore")
 log.addHandler(logging.NullHandler())  # silent unless the program that uses us logs: no warnings on its stderr
 # A put larger than this checkpoints each time it has written so much: its log stays smaller than it.
@@ -46,7 +49,8 @@ class Engine:
         self.ram = ram
         self.min_saved = min_saved
         self.tally = Tally()
-        self.shelf = Shelf(ram, verify, self.tally.spent)
+        self.reader = EntryReader(ram, verify, self.tally.spent)
+        self.shelf = Shelf(self.reader, self.tally.spent)
         self.space = Space(database, disk_budget, self.writing, self.evictor)
         self.writer = blobs.writer_name()
         self.last_write = 0.0
@@ -89,6 +93,18 @@ class Engine:
         if found is None or self.is_expired(found):
             return None
         return self.with_uses(found)
+
+    def entry(self, id: int) -> Entry | None:
+        with self.db.read() as c:
+            return self.find(c, id)
+
+    def match(self, key: bytes) -> Match | None:
+        """The entry on file that can serve the most leading tokens of `key`; not counted as a use."""
+        with self.db.read() as c:
+            fingerprint = self.fingerprint_id(c)
+            found = None if fingerprint is None else prefixes.longest(c, fingerprint, key, self.now())
+            entry = None if found is None else queries.entry(c, found[0], fingerprint)
+        return None if found is None or entry is None else Match(self.with_uses(entry), found[1])
 
     def with_uses(self, entry: Entry) -> Entry:
         hits, used = self.tally.uses_of(entry.id)
@@ -137,13 +153,49 @@ class Engine:
     def drop(self, c: Connection, id: int, why: str, dropped: list[tuple[Entry, str]]) -> None:
         """Deletes an entry and those stored against it."""
         for child in queries.children(c, id):
-            entry = queries.entry(c, child, None)
+            entry = self._to_drop(c, child)
             if entry is not None:
                 dropped.append((entry, why if why in ASKED else "parent_gone"))
-        entry = queries.entry(c, id, None)
+        entry = self._to_drop(c, id)
         if entry is not None:
             dropped.append((entry, why))
-        queries.delete_entry(c, id)
+        try:
+            queries.delete_entry(c, id)
+        except ConstraintError:
+            audit.rebuild_totals(c)  # sums that are out of range would keep every entry
+            queries.delete_entry(c, id)
+
+    def _to_drop(self, c: Connection, id: int) -> Entry | None:
+        try:
+            return queries.entry(c, id, None)
+        except CorruptStoreError:
+            return queries.unreadable(id)
+
+    def past_damage(self, call: Callable[[], T]) -> T:
+        """Calls, and again after dropping an entry whose row is damaged and was in the way."""
+        for _ in range(TRIES):
+            try:
+                return call()
+            except CorruptStoreError as error:
+                id = int(error.facts.get("entry", "0"), 16)
+                if not id or self.db.readonly or not self._drop_unreadable(id):
+                    raise
+        return call()
+
+    def _drop_unreadable(self, id: int) -> bool:
+        """Drops an entry whose row is damaged on a new connection too; whether it did."""
+        try:
+            with self.db.read(fresh=True) as c:
+                queries.entry(c, id, None)
+                queries.tokens(c, id)
+                queries.blobs(c, id)
+            return False
+        except StoreIOError:
+            return False
+        except CorruptStoreError as error:
+            self._drop_quietly(id, f"damaged: {error.message}")
+        with self.db.read() as c:
+            return self._to_drop(c, id) is None
 
     # -- open
 
@@ -169,7 +221,7 @@ class Engine:
         with self._clock_lock:
             self.putting += 1
         try:
-            return self._put(job, owned, release)
+            return self.past_damage(lambda: self._put(job, owned, release))
         finally:
             with self._clock_lock:
                 self.putting -= 1
@@ -262,7 +314,8 @@ class Engine:
                 return None
             entry_class, source = policy.merged_class((found.entry_class, found.source), (job.entry_class, job.source))
             if entry_class == "learned" and found.parent is not None:
-                found = self.make_whole(c, found)
+                parts, _ = self.shelf.build(job.main, job.draft, job.digests, None, 0)
+                found = self.replace_parts(c, found, parts, None)
             entry = dataclasses.replace(
                 job.entry(now, found.stored, found.parent),
                 id=found.id,
@@ -404,41 +457,61 @@ class Engine:
     # -- get
 
     def get(self, id: int) -> SavedState | None:
-        gone = False
-        damaged: Damaged | None = None
+        saved = self.read(id)
+        if saved is None:
+            self.tally.count("misses")
+            return None
+        self.tally.use(id, self.now())
+        self.tally.count("hits")
+        return dataclasses.replace(saved, entry=self.with_uses(saved.entry))
+
+    def read(self, id: int) -> SavedState | None:
+        """An entry with its states, not counted as a hit; None where there is none. A damaged one is dropped.
+
+        Raises StoreIOError where the file cannot be read now; nothing is dropped then.
+        """
         try:
-            with self.db.read() as c:
-                entry = queries.entry(c, id, self.scope(c))
-                gone = entry is not None and self.is_expired(entry)
-                if entry is not None and not gone:
-                    main, draft = self.shelf.load(c, entry)
-                    tokens = queries.tokens(c, id)
-                    if tokens is None or tokens.size != entry.n_tokens:
-                        raise Damaged(id, "its tokens are damaged")
-                    return SavedState(self._used(entry), tokens, main, draft)
+            return self.read_twice(id)
         except Damaged as error:
-            damaged = error
-        except CorruptStoreError as error:
-            damaged = Damaged(id, error.message)
-        self.tally.count("misses")
-        if gone:
-            self._drop_quietly(id, "expired")
-        elif damaged is not None:
-            if damaged.id != id:
-                log.warning(
-                    "entry %s can not be served: its parent %s, %s", hex_id(id), hex_id(damaged.id), damaged.reason
-                )
-            self._drop_quietly(damaged.id, f"damaged: {damaged.reason}")
+            if error.id != id:
+                log.warning("entry %s cannot be served: its parent %s, %s", hex_id(id), hex_id(error.id), error.reason)
+            self._drop_damaged(error)
         return None
 
-    def _used(self, entry: Entry) -> Entry:
-        now = self.now()
-        self.tally.use(entry.id, now)
-        self.tally.count("hits")
-        return self.with_uses(entry)
+    def read_twice(self, id: int) -> SavedState | None:
+        """`read`, which drops nothing. Raises Damaged for an entry that failed twice.
 
-    def _drop_quietly(self, id: int, why: str) -> None:
-        """Drops what cannot be served, where the file can be written now.
+        What fails once is read again from the file alone, on a new connection.
+        """
+        try:
+            return self._read(id, self.reader, fresh=False)
+        except CorruptStoreError as error:
+            log.debug("entry %s is read again: %s", hex_id(id), error)
+        try:
+            return self._read(id, self.reader.from_disk(), fresh=True)
+        except Damaged:
+            raise
+        except CorruptStoreError as error:
+            raise Damaged(id, error.message) from error
+
+    def _read(self, id: int, reader: EntryReader, *, fresh: bool) -> SavedState | None:
+        with self.db.read(fresh=fresh) as c:
+            entry = queries.entry(c, id, self.scope(c))
+            if entry is not None and not self.is_expired(entry):
+                main, draft = reader.read(c, entry)
+                tokens = queries.tokens(c, id)
+                if tokens is None or tokens.size != entry.n_tokens:
+                    raise Damaged(id, "its tokens are damaged")
+                return SavedState(entry, tokens, main, draft)
+        if entry is not None:
+            self._drop_quietly(id, "expired")
+        return None
+
+    def _drop_damaged(self, damaged: Damaged) -> None:
+        self._drop_quietly(damaged.id, f"damaged: {damaged.reason}", damaged.version)
+
+    def _drop_quietly(self, id: int, why: str, version: tuple[int, ...] | None = None) -> None:
+        """Drops what cannot be served, where the file can be written now, and if it still is of the version that was read.
 
         An expired prefix stays, unserved, for as long as live entries are stored against it.
         """
@@ -447,6 +520,8 @@ class Engine:
             return
         try:
             with self.writing() as (c, dropped):
+                if version is not None and tuple(row.id for row in queries.blobs(c, id)) != version:
+                    return
                 if why != "expired" or not queries.has_live_children(c, id, self.now()):
                     self.drop(c, id, why, dropped)
         except KVStoreError as error:
@@ -466,8 +541,11 @@ class Engine:
         if children != "drop":
             self._make_room_for_children(id, children == "keep")
         with self.writing() as (c, dropped):
-            entry = queries.entry(c, id, self.scope(c))
-            if entry is None:
+            try:
+                found = queries.entry(c, id, self.scope(c)) is not None
+            except CorruptStoreError:
+                found = True  # what cannot be read can be deleted
+            if not found:
                 return []
             if children != "drop":
                 self._keep_children(c, self._to_keep(c, id, children == "keep"), dropped)
@@ -484,7 +562,7 @@ class Engine:
         if not self.space.limited:
             return
         with self.db.read() as c:
-            found = (queries.entry(c, child, None) for child in self._to_keep(c, id, all_of_them))
+            found = (self._to_drop(c, child) for child in self._to_keep(c, id, all_of_them))
             entries = sorted((e for e in found if e is not None), key=lambda e: e.last_used)
         if not entries:
             return
@@ -500,7 +578,7 @@ class Engine:
     ) -> None:
         """Rebuilds children whole, before their parent goes; those that cannot be, or have no room, are dropped."""
         for child in children:
-            entry = queries.entry(c, child, None)
+            entry = self._to_drop(c, child)
             if entry is None:
                 continue
             written += entry.size
@@ -509,12 +587,16 @@ class Engine:
                 continue
             try:
                 self.make_whole(c, entry)
-            except Damaged as error:
-                self.drop(c, child, f"damaged: {error.reason}", dropped)
+            except CorruptStoreError as error:
+                self.drop(c, child, f"damaged: {getattr(error, 'reason', error.message)}", dropped)
 
     def make_whole(self, c: Connection, entry: Entry) -> Entry:
         """Stores an entry whole that was a delta, inside a transaction. Raises Damaged."""
-        main, draft = self.shelf.load(c, entry)
+        try:
+            main, draft = self.reader.read(c, entry)
+        except Damaged:
+            with self.db.read(fresh=True) as again:
+                main, draft = self.reader.from_disk().read(again, entry)
         digests = {row.part: row.digest for row in queries.blobs(c, entry.id)}
         parts, _ = self.shelf.build(main, draft, digests, None, 0)
         return self.replace_parts(c, entry, parts, None)
@@ -532,6 +614,16 @@ class Engine:
         return dataclasses.replace(entry, stored=stored, parent=parent)
 
     def set(self, id: int, entry_class: EntryClass | None, source: Source, ttl: int | None) -> Entry:
+        try:
+            return self._set(id, entry_class, source, ttl)
+        except CorruptStoreError as error:
+            if isinstance(error, Damaged):
+                self._drop_damaged(error)
+            elif not self._drop_unreadable(id):
+                raise
+            raise NotFoundError(f"entry {hex_id(id)} was damaged, and is dropped", id=hex_id(id)) from error
+
+    def _set(self, id: int, entry_class: EntryClass | None, source: Source, ttl: int | None) -> Entry:
         now = self.now()
         with self.db.read() as c:
             before = self.find(c, id)

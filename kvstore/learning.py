@@ -8,12 +8,13 @@ import time
 from . import layout, policy, prefixes, queries, slotfile
 from .db import Connection
 from .engine import Engine
-from .errors import InvalidInputError, LayoutError, NotFoundError
+from .errors import CorruptStoreError, InvalidInputError, LayoutError, NotFoundError
 from .hashing import Digests
 from .job import Job, new_id
 from .layout_cells import as_bytes
+from .policy import cuts_of
 from .records import Entry, EntryClass, Source, Tokens, hex_id
-from .shelf import Damaged, Parent, cuts_of
+from .shelf import Parent
 
 log = logging.getLogger("kvstore")
 FAMILY_ENTRIES = 256  # as many of a family are looked at, the most recently used
@@ -30,7 +31,7 @@ def source_of(engine: Engine, c: Connection, tokens: Tokens) -> int | None:
 
 def learn(engine: Engine, id: int, n_tokens: int, entry_class: EntryClass, source: Source) -> Entry:
     """Stores the first n_tokens of an entry as a learned entry, and those that continue it against it."""
-    saved = engine.get(id)
+    saved = engine.read(id)
     if saved is None:
         raise NotFoundError(f"no entry {hex_id(id)}", id=hex_id(id))
     if not 0 < n_tokens <= saved.entry.n_tokens:
@@ -84,7 +85,13 @@ def adopt(engine: Engine, learned: Entry) -> int:
         if fingerprint is None or tokens is None:
             return 0
         ids = queries.continuing(c, fingerprint, prefixes.key_of(tokens))
-    return sum(_adopt_one(engine, id, learned) for id in ids if id != learned.id)
+    adopted = 0
+    for id in ids:
+        try:
+            adopted += id != learned.id and _adopt_one(engine, id, learned)
+        except CorruptStoreError as error:
+            log.debug("entry %s stays as it is: %s", hex_id(id), error)  # its next get says what is wrong, and drops it
+    return adopted
 
 
 def _adopt_one(engine: Engine, id: int, learned: Entry) -> bool:
@@ -102,12 +109,9 @@ def _adopt_one(engine: Engine, id: int, learned: Entry) -> bool:
                 return False
         version = tuple(row.id for row in queries.blobs(c, id))
         digests = {row.part: row.digest for row in queries.blobs(c, id)}
-        try:
-            main, draft = engine.shelf.load(c, entry)
-            parent_version, held = engine.shelf.held(c, learned.id)
-        except Damaged:
-            return False
-    parent = Parent(learned.id, learned.n_tokens, parent_version, held)
+        main, draft = engine.reader.read(c, entry)
+        held = engine.reader.stored(c, learned.id)
+    parent = Parent(learned.id, learned.n_tokens, held.version, held)
     parts, shared = engine.shelf.build(main, draft, digests, parent, engine.min_saved)
     stored = sum(part.data.size for part in parts)
     if not shared or stored >= entry.stored:
@@ -116,7 +120,7 @@ def _adopt_one(engine: Engine, id: int, learned: Entry) -> bool:
         # Another thread or process may have been here since the read.
         if tuple(row.id for row in queries.blobs(c, id)) != version:
             return False
-        if tuple(row.id for row in queries.blobs(c, learned.id)) != parent_version:
+        if tuple(row.id for row in queries.blobs(c, learned.id)) != held.version:
             return False
         engine.replace_parts(c, entry, parts, learned.id)
     engine.ram.discard(id)

@@ -12,10 +12,10 @@ from . import check, copies, db, queries
 from . import repair as repairs
 from .check import Problem, Progress
 from .copies import Exported
+from .entry_reader import Damaged
 from .errors import CorruptStoreError, InvalidInputError, KVStoreError, NotAStoreError, NotFoundError, StoreIOError
 from .records import Entry, hex_id
 from .repair import Salvaged
-from .shelf import Damaged
 from .store import Store
 
 __all__ = ["Exported", "Salvaged", "backup", "export", "fingerprint", "head", "repair", "restore", "salvage", "verify", "wipe"]

@@ -12,6 +12,7 @@ from .errors import LayoutError
 from .records import Bytes, EntryClass, Source
 
 MIB = 1 << 20
+LAST_EXPIRY = 1 << 62  # so that no sum leaves the integers of SQLite
 
 
 def budget_bytes(mib: float) -> int:
@@ -35,7 +36,7 @@ def common(a: bytes, b: bytes) -> int:
 
 
 def expires_at(now: int, ttl: int | None) -> int | None:
-    return None if ttl is None else now + ttl
+    return None if ttl is None else min(now + ttl, LAST_EXPIRY)
 
 
 def merged_class(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
-from .db import Connection, zeroblob
-from .records import Bytes, Entry, EntryClass, Source, Tokens
+from .db import Connection, read_failed, zeroblob
+from .errors import CorruptStoreError, StoreIOError
+from .records import CLASSES, SOURCES, Bytes, Entry, Tokens, hex_id
 
 _U64 = 1 << 64
 _I63 = 1 << 63
@@ -21,6 +23,10 @@ def signed(id: int) -> int:
 
 def unsigned(id: int) -> int:
     return id + _U64 if id < 0 else id
+
+
+PARTS = ("main", "draft")
+KINDS = ("full", "bkvd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +70,66 @@ _ENTRY = """e.id, e.n_tokens, m.n_images, m.class, m.source, m.created_at, m.las
 _FROM = "FROM entries e JOIN meta m ON m.entry = e.id"
 
 
+# Unix seconds that a row may hold: a date with more than four digits in its year means damage, or a clock that was wrong.
+_LAST_SECOND = 253402300799
+
+
+def _integer(id: int, name: str, value: Any, low: int, high: int = _I63 - 1) -> int:
+    if not isinstance(value, int) or not low <= value <= high:
+        raise _damaged_row(id, f"{name} is {_shown(value)}")
+    return value
+
+
+def _seconds(id: int, name: str, value: Any) -> int:
+    return max(0, min(_integer(id, name, value, -_I63), _LAST_SECOND))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _damaged_row(id: int, what: str) -> CorruptStoreError:
+    return CorruptStoreError(f"entry {hex_id(id)} has a damaged row: {what}", entry=hex_id(id))
+
+
 def _entry(row: Sequence[Any]) -> Entry:
+    """An entry from a row that anything may have written. Raises CorruptStoreError."""
+    if not isinstance(row[0], int):
+        raise CorruptStoreError(f"the id of an entry is {_shown(row[0])}")
+    id = unsigned(row[0])
+    if row[3] not in CLASSES:
+        raise _damaged_row(id, f"its class is {_shown(row[3])}")
+    if row[4] not in SOURCES:
+        raise _damaged_row(id, f"its source is {_shown(row[4])}")
+    if not isinstance(row[12], bytes):
+        raise _damaged_row(id, f"its excerpt is {_shown(row[12])}")
     return Entry(
-        id=unsigned(row[0]),
-        n_tokens=row[1],
-        n_images=row[2],
-        entry_class=cast(EntryClass, row[3]),
-        source=cast(Source, row[4]),
-        created_at=row[5],
-        last_used=row[6],
-        expires_at=row[7],
-        ttl=row[8],
-        hits=unsigned(row[9]),
-        family=unsigned(row[10]),
-        n_input=row[11],
-        excerpt=row[12].decode("utf-8", "replace"),  # damage may have hit it
-        parent=None if row[13] is None else unsigned(row[13]),
-        size=row[14],
-        stored=row[15],
+        id=id,
+        n_tokens=_integer(id, "n_tokens", row[1], 0),
+        n_images=_integer(id, "n_images", row[2], 0),
+        entry_class=row[3],
+        source=row[4],
+        created_at=_seconds(id, "created_at", row[5]),
+        last_used=_seconds(id, "last_used", row[6]),
+        expires_at=None if row[7] is None else _seconds(id, "expires_at", row[7]),
+        ttl=None if row[8] is None else min(_integer(id, "ttl", row[8], 1), _LAST_SECOND),
+        hits=unsigned(_integer(id, "hits", row[9], -_I63)),
+        family=unsigned(_integer(id, "family", row[10], -_I63)),
+        n_input=_integer(id, "n_input", row[11], -_I63),
+        excerpt=row[12].decode("utf-8", "replace"),
+        parent=None if row[13] is None else unsigned(_integer(id, "parent", row[13], -_I63)),
+        size=_integer(id, "size", row[14], 1),
+        stored=_integer(id, "stored", row[15], 1),
     )
+
+
+def unreadable(id: int) -> Entry:
+    """What stands for an entry whose row is damaged, where it is dropped."""
+    return Entry(
+        id=id, n_tokens=0, n_images=0, entry_class="normal", source="default", created_at=0, last_used=0, expires_at=None,
+        ttl=None, hits=0, family=0, n_input=0, excerpt="", parent=None, size=0, stored=0,
+    )  # fmt: skip
 
 
 def entry(c: Connection, id: int, fingerprint: int | None) -> Entry | None:
@@ -101,13 +148,24 @@ def meta_alone(c: Connection, id: int) -> Entry | None:
 
 def entries_page(
     c: Connection, after: int, limit: int, fingerprint: int | None, family: int | None, entry_class: str | None, now: int
-) -> list[Entry]:
-    """Up to `limit` entries with a signed id above `after`, in that order, expired ones left out."""
+) -> tuple[list[Entry], int | None]:
+    """Up to `limit` entries with a signed id above `after`, in that order, expired and damaged ones left out.
+
+    With them the signed id to go on after; None at the end.
+    """
     sql = f"""SELECT {_ENTRY} {_FROM} WHERE e.id > ?1 AND (?2 IS NULL OR e.fingerprint = ?2)
  AND (?3 IS NULL OR m.family = ?3) AND (?4 IS NULL OR m.class = ?4) AND (m.expires_at IS NULL OR m.expires_at > ?5)
  ORDER BY e.id LIMIT ?6"""
     values = (after, fingerprint, None if family is None else signed(family), entry_class, now, limit)
-    return [_entry(row) for row in c.execute(sql, values)]
+    rows = c.execute(sql, values).fetchall()
+    return list(_readable(rows)), cast(int, rows[-1][0]) if len(rows) == limit else None
+
+
+def _readable(rows: Iterable[Sequence[Any]]) -> Iterator[Entry]:
+    """The entries of rows, without those that are damaged: `verify` names them, and their next get drops them."""
+    for row in rows:
+        with suppress(CorruptStoreError):
+            yield _entry(row)
 
 
 def fingerprint_of(c: Connection, id: int) -> str | None:
@@ -118,12 +176,18 @@ def fingerprint_of(c: Connection, id: int) -> str | None:
 
 def tokens(c: Connection, id: int) -> Tokens | None:
     row = c.execute("SELECT tokens FROM entries WHERE id = ?", (signed(id),)).fetchone()
-    return None if row is None else np.frombuffer(row[0], dtype="<i4").astype(np.int32)
+    if row is None:
+        return None
+    if not isinstance(row[0], bytes) or len(row[0]) % 4:
+        raise _damaged_row(id, f"its tokens are {_shown(row[0])}")
+    return np.frombuffer(row[0], dtype="<i4").astype(np.int32)
 
 
 def head(c: Connection, id: int) -> bytes | None:
     """The header of the file that an entry came in, its tokens cut out; None where it came in no file."""
     row = c.execute("SELECT head FROM entries WHERE id = ?", (signed(id),)).fetchone()
+    if row is not None and not isinstance(row[0], bytes | None):
+        raise _damaged_row(id, f"its head is {_shown(row[0])}")
     return None if row is None else row[0]
 
 
@@ -149,10 +213,14 @@ def insert_entry(
     )  # fmt: skip
 
 
+# A place in the order of use beyond this is damage: a store that counts a million uses a second gets here in 146,000 years.
+_LAST_USE = 1 << 62
+
+
 def next_use(c: Connection) -> int:
     """The next place in the order of use."""
-    sql = "SELECT max(use_order) FROM meta WHERE class = ?"
-    return 1 + max(c.execute(sql, (name,)).get or 0 for name in ("normal", "learned", "pinned"))
+    sql = f"SELECT max(use_order) FROM meta WHERE class = ? AND use_order < {_LAST_USE}"
+    return 1 + max(c.execute(sql, (name,)).get or 0 for name in CLASSES)
 
 
 def update_meta(c: Connection, e: Entry) -> None:
@@ -239,28 +307,32 @@ def touch(c: Connection, id: int, hits: int, used: int) -> None:
 # -- the order of token sequences
 
 
+def _token_rows(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[int, bytes, int | None]]:
+    """(id, tokens, expires_at) of the rows that are sound."""
+    for id, tokens, expires_at in rows:
+        if isinstance(id, int) and isinstance(tokens, bytes) and isinstance(expires_at, int | None):
+            yield unsigned(id), tokens, expires_at
+
+
 def at_or_before(c: Connection, fingerprint: int, cut: bool, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
     """(id, tokens, expires_at) of the entries that sort at or before `key`, nearest first."""
     sql = """SELECT e.id, e.tokens, m.expires_at FROM entries e JOIN meta m ON m.entry = e.id
  WHERE e.fingerprint = ? AND e.cut_any = ? AND e.tokens <= ? ORDER BY e.tokens DESC"""
-    for row in c.execute(sql, (fingerprint, int(cut), key)):
-        yield unsigned(row[0]), row[1], row[2]
+    yield from _token_rows(c.execute(sql, (fingerprint, int(cut), key)))
 
 
 def after(c: Connection, fingerprint: int, cut: bool, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
     """(id, tokens, expires_at) of the entries that sort after `key`, nearest first."""
     sql = """SELECT e.id, e.tokens, m.expires_at FROM entries e JOIN meta m ON m.entry = e.id
  WHERE e.fingerprint = ? AND e.cut_any = ? AND e.tokens > ? ORDER BY e.tokens"""
-    for row in c.execute(sql, (fingerprint, int(cut), key)):
-        yield unsigned(row[0]), row[1], row[2]
+    yield from _token_rows(c.execute(sql, (fingerprint, int(cut), key)))
 
 
 def cut_at_or_before(c: Connection, fingerprint: int, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
     """(entry, first tokens, expires_at) of the cuts that sort at or before `key`, nearest first."""
     sql = """SELECT k.entry, k.tokens, m.expires_at FROM cuts k JOIN meta m ON m.entry = k.entry
  WHERE k.fingerprint = ? AND k.tokens <= ? ORDER BY k.tokens DESC"""
-    for row in c.execute(sql, (fingerprint, key)):
-        yield unsigned(row[0]), row[1], row[2]
+    yield from _token_rows(c.execute(sql, (fingerprint, key)))
 
 
 def same_tokens(c: Connection, fingerprint: int, key: bytes) -> list[int]:
@@ -292,7 +364,8 @@ def family_tokens(c: Connection, fingerprint: int, family: int, now: int, limit:
     sql = """SELECT e.id, e.tokens, m.size, coalesce(p.n_tokens, 0) FROM meta m JOIN entries e ON e.id = m.entry
  LEFT JOIN entries p ON p.id = m.parent WHERE m.family = ? AND e.fingerprint = ? AND m.class <> 'learned'
  AND (m.expires_at IS NULL OR m.expires_at > ?) AND e.cut_any ORDER BY m.use_order DESC LIMIT ?"""
-    return [(unsigned(r[0]), r[1], r[2], r[3]) for r in c.execute(sql, (signed(family), fingerprint, now, limit))]
+    rows = c.execute(sql, (signed(family), fingerprint, now, limit))
+    return [(unsigned(r[0]), r[1], r[2], r[3]) for r in rows if isinstance(r[1], bytes) and r[1] and not len(r[1]) % 4]
 
 
 # -- blobs and chunks
@@ -302,7 +375,17 @@ def blobs(c: Connection, id: int) -> list[BlobRow]:
     """The states of an entry; none where the entry is gone and its blobs were left behind."""
     sql = """SELECT id, part, kind, size, stored, digest FROM blobs WHERE entry = ?1
  AND EXISTS (SELECT 1 FROM entries e JOIN meta m ON m.entry = e.id WHERE e.id = ?1) ORDER BY part DESC"""
-    return [BlobRow(*row) for row in c.execute(sql, (signed(id),))]
+    return [_blob_row(id, row) for row in c.execute(sql, (signed(id),))]
+
+
+def _blob_row(id: int, row: Sequence[Any]) -> BlobRow:
+    """A row of blobs that anything may have written. Raises CorruptStoreError."""
+    if row[1] not in PARTS or row[2] not in KINDS:
+        raise _damaged_row(id, f"it has a {_shown(row[1])} state of the kind {_shown(row[2])}")
+    if not isinstance(row[5], bytes) or len(row[5]) != 16:
+        raise _damaged_row(id, f"the digest of its {row[1]} state is {_shown(row[5])}")
+    size, stored = (_integer(id, f"{name} of its {row[1]} state", n, 1) for name, n in (("size", row[3]), ("stored", row[4])))
+    return BlobRow(_integer(id, "a blob's id", row[0], -_I63), row[1], row[2], size, stored, row[5])
 
 
 def stage_blob(c: Connection, part: str, kind: str, size: int, stored: int, writer: str) -> int:
@@ -337,7 +420,10 @@ def insert_chunk(c: Connection, blob: int, seq: int, data: Bytes | bytes) -> Non
 def chunk_sizes(c: Connection, blob: int) -> list[tuple[int, int, int]]:
     """(rowid, seq, bytes) of a blob's chunks, in order."""
     sql = "SELECT id, seq, length(data) FROM chunks WHERE blob = ? ORDER BY seq"
-    return [(r[0], r[1], r[2]) for r in c.execute(sql, (blob,))]
+    rows = [(r[0], r[1], r[2]) for r in c.execute(sql, (blob,))]
+    if not all(isinstance(n, int) for row in rows for n in row):
+        raise CorruptStoreError(f"blob {blob} has damaged chunks")
+    return rows
 
 
 def chunk_total(c: Connection, blob: int) -> tuple[int, int]:
@@ -430,6 +516,8 @@ def integrity(c: Connection) -> list[str]:
     """What SQLite's integrity and foreign key checks complain of."""
     found = [str(r[0]) for r in c.execute("PRAGMA integrity_check") if r[0] != "ok"]
     found += [f"a row of {r[0]} refers to a missing row of {r[2]}" for r in c.execute("PRAGMA foreign_key_check")]
+    if found and read_failed(c):
+        raise StoreIOError("SQLite's integrity check could not read the file", hint="check the disk, then try again")
     return found
 
 
@@ -438,7 +526,12 @@ def all_ids(c: Connection) -> list[int]:
 
 
 def totals(c: Connection) -> dict[str, Totals]:
-    return {r[0]: Totals(r[1], r[2], r[3]) for r in c.execute("SELECT class, entries, size, stored FROM totals")}
+    """The sums by class; zeros where their row is not there."""
+    found: dict[str, Totals] = {name: Totals(0, 0, 0) for name in CLASSES}
+    for name, *sums in c.execute("SELECT class, entries, size, stored FROM totals"):
+        if name in found and all(isinstance(n, int) for n in sums):
+            found[name] = Totals(*sums)
+    return found
 
 
 def family_totals(c: Connection) -> list[tuple[int, int, int, int]]:
@@ -464,12 +557,16 @@ def count_reuse(c: Connection, id: int) -> None:
 
 
 def counters(c: Connection) -> dict[str, int]:
-    return {r[0]: r[1] for r in c.execute("SELECT name, value FROM counters")}
+    rows = c.execute("SELECT name, value FROM counters")
+    return {name: value for name, value in rows if isinstance(name, str) and isinstance(value, int)}
 
 
 def count(c: Connection, name: str, by: int) -> None:
     c.execute(
-        "INSERT INTO counters(name, value) VALUES(?1, ?2) ON CONFLICT(name) DO UPDATE SET value = value + ?2", (name, by)
+        # A count that would leave the integers of SQLite starts again.
+        """INSERT INTO counters(name, value) VALUES(?1, ?2)
+ ON CONFLICT(name) DO UPDATE SET value = iif(value BETWEEN 0 AND 4611686018427387904, value, 0) + ?2""",
+        (name, by),
     )
 
 

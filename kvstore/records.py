@@ -163,6 +163,8 @@ class Stats:
     evictions: dict[str, int]  # by cause
     encode_seconds: float
     decode_seconds: float
+    upkeep_alive: bool | None  # whether the background thread runs; None where this Store has none
+    upkeep_failures: int  # of that thread since the Store was opened; each was logged
     families: tuple[FamilyStats, ...]
 
     def as_dict(self) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from . import audit, bkvd, blobs, check, copies, db, queries, upgrade
 from .check import Lenient, Problem, Progress, Unreadable
 from .db import Connection
 from .engine import Engine
-from .errors import DeltaError, KVStoreError
-from .hashing import digest, family
+from .entry_reader import Damaged, as_put
+from .errors import KVStoreError
+from .hashing import family
 from .meta import MetaBlock
+from .policy import cuts_of
 from .queries import BlobRow
 from .records import Bytes
-from .shelf import Damaged, cuts_of
 
 T = TypeVar("T")
 
@@ -35,13 +36,14 @@ def repair(engine: Engine, problems: Sequence[Problem]) -> list[int]:
     if any(p.invariant == "sqlite" for p in problems):
         _attempt(engine, audit.reindex)  # an index alone can be built again from its table
     # Children first: a parent's good children are rebuilt before it goes.
-    bad = {p.entry for p in problems if p.remedy == "drop" and p.entry is not None}
+    bad = _still_bad(engine, problems)
     for id in sorted(bad, key=lambda id: _has_children(engine, id)):
         try:
             removed += engine.delete(id, "keep", "damaged")
         except Unreadable:
             continue
     if "rows" in remedies or bad:
+        _attempt(engine, audit.clear_parents)
         _attempt(engine, queries.delete_orphans)
         _attempt(engine, blobs.reclaim)
         _attempt(engine, audit.clear_writers)
@@ -50,6 +52,15 @@ def repair(engine: Engine, problems: Sequence[Problem]) -> list[int]:
     if remedies & {"totals", "rows"}:
         _attempt(engine, audit.rebuild_totals)
     return removed
+
+
+def _still_bad(engine: Engine, problems: Sequence[Problem]) -> set[int]:
+    """The entries to drop: those that fail now as well. What verify could not read, or can be read now, stays."""
+    bad = {p.entry for p in problems if p.remedy == "drop" and p.entry is not None}
+    if not bad:
+        return bad
+    by_rows = {p.entry for p in check.structure(engine.db) if p.remedy == "drop"}
+    return {id for id in bad if id in by_rows or any(p.remedy == "drop" for p in check.check_entry(engine.db, id)[0])}
 
 
 def _attempt(engine: Engine, step: Callable[[Connection], object]) -> None:
@@ -71,7 +82,7 @@ def _has_children(engine: Engine, id: int) -> bool:
 def _find_cuts(engine: Engine, c: Connection, id: int) -> None:
     entry = queries.entry(c, id, None)
     if entry is not None:
-        main, _ = engine.shelf.fresh(c, entry)
+        main, _ = engine.reader.from_disk().read(c, entry)
         found = cuts_of(main, entry.n_tokens)
         audit.set_cuts(c, id, found.any, found.counts)
 
@@ -139,6 +150,8 @@ def salvage(source: Lenient, target: Engine, progress: Progress | None = None) -
     rows = _Rows(source)
     for _, id, n_bytes in sorted(listed):
         item = _try(source, rows, id)
+        if isinstance(item, str):
+            item = _try(source, rows, id)  # a read may fail once
         if isinstance(item, str) and not rows.collected:
             rows.collect()  # an index may be at fault
             item = _try(source, rows, id)
@@ -187,8 +200,8 @@ def _try(source: Lenient, rows: _Rows, id: int) -> copies.Exported | str:
     try:
         with source.read() as c:
             states = _states(c, rows, id)
-    except (*Unreadable, Damaged, blobs.UnreadableBlob, DeltaError) as error:
-        return error.message if isinstance(error, KVStoreError) else str(error)
+    except (*Unreadable, blobs.UnreadableBlob) as error:
+        return error.reason if isinstance(error, Damaged) else error.message if isinstance(error, KVStoreError) else str(error)
     # What is left of its rows, and what indexes repeat of those that are lost.
     entry = _part(source, lambda c: queries.meta_alone(c, id))
     indexed = _part(source, lambda c: audit.tokens_by_index(c, id))
@@ -226,14 +239,13 @@ def _states(c: Connection, rows: _Rows, id: int) -> dict[str, Bytes]:
         raise Damaged(id, "its main state is lost")
     states: dict[str, Bytes] = {}
     for row in found:
-        state = rows.read(c, row)
+        stored = rows.read(c, row)
+        parent = of_parent = None
         if row.kind == "bkvd":
-            parent = bkvd.parent_id(state)
-            of_parent = [r for r in rows.blobs(c, parent) if r.part == row.part and r.kind == "full"]
-            if not of_parent:
+            parent = bkvd.parent_id(stored)
+            whole = [r for r in rows.blobs(c, parent) if r.part == row.part and r.kind == "full"]
+            if not whole:
                 raise Damaged(id, "its parent is lost")
-            state = bkvd.decode(state, rows.read(c, of_parent[0]), parent)
-        if digest(state) != row.digest:
-            raise Damaged(id, f"its {row.part} state fails its digest")
-        states[row.part] = state
+            of_parent = rows.read(c, whole[0])
+        states[row.part] = as_put(id, row, stored, parent, of_parent)
     return states

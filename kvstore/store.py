@@ -301,14 +301,7 @@ class Store:
         self._ready()
         engine = self._engine
         key = prefixes.key_of(as_tokens(tokens))
-        best: Match | None = None
-        with engine.db.read() as c:
-            fingerprint = engine.fingerprint_id(c)
-            found = None if fingerprint is None else prefixes.longest(c, fingerprint, key, engine.now())
-            if found is not None:
-                entry = queries.entry(c, found[0], fingerprint)
-                if entry is not None:
-                    best = Match(engine.with_uses(entry), found[1])
+        best = engine.past_damage(lambda: engine.match(key))
         for pending in self._behind.all():
             if engine.is_expired(pending.entry):
                 continue
@@ -330,8 +323,7 @@ class Store:
         pending = self._behind.get(entry_id(id))
         if pending is not None:
             return pending.entry
-        with self._engine.db.read() as c:
-            return self._engine.find(c, int(id))
+        return self._engine.past_damage(lambda: self._engine.entry(int(id)))
 
     def entries(self, *, family: int | None = None, entry_class: EntryClass | None = None) -> Iterator[Entry]:
         """All live entries, in no particular order, read in pages: a long walk keeps no snapshot of the file open."""
@@ -344,17 +336,14 @@ class Store:
 
     def _entries(self, family: int | None, entry_class: str | None) -> Iterator[Entry]:
         engine = self._engine
-        after = -(1 << 63)
-        while True:
+        after: int | None = -(1 << 63)
+        while after is not None:
             with engine.db.read() as c:
-                page = queries.entries_page(
+                page, after = queries.entries_page(
                     c, after, ENTRIES_PER_PAGE, engine.scope(c), family, entry_class, engine.now()
                 )
             for entry in page:
                 yield engine.with_uses(entry)
-            if len(page) < ENTRIES_PER_PAGE:
-                return
-            after = queries.signed(page[-1].id)
 
     def set(
         self, id: int, *, entry_class: EntryClass | None = None, source: Source = "request", ttl: int | None = None
@@ -443,6 +432,8 @@ class Store:
             | ({"ram_budget": engine.ram.evictions} if engine.ram.evictions else {}),
             encode_seconds=counts.get("encode_us", 0) / 1e6,
             decode_seconds=counts.get("decode_us", 0) / 1e6,
+            upkeep_alive=None if self._upkeep is None else self._upkeep.alive,
+            upkeep_failures=0 if self._upkeep is None else self._upkeep.failures,
             families=tuple(FamilyStats(*f) for f in families),
         )
 

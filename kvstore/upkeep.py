@@ -52,6 +52,8 @@ class Upkeep:
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._swept = False
+        self.failures = 0
+        self._reported = ""
         self._thread = threading.Thread(target=self._run, name="kvstore-upkeep", daemon=True)
         self._thread.start()
 
@@ -74,9 +76,26 @@ class Upkeep:
                 return
             try:
                 self._tick(engine)
+                self._reported = ""
             except KVStoreError as error:
-                log.debug("upkeep put off: %s", error)
+                if error.retry:
+                    log.debug("upkeep put off: %s", error)
+                else:
+                    self._failed(engine.db.path, str(error), None)
+            except Exception as error:  # noqa: BLE001  logged and counted: the next tick may do its work
+                self._failed(engine.db.path, repr(error), error)
             del engine
+
+    def _failed(self, path: str, what: str, error: Exception | None) -> None:
+        """Counts a failure, and logs it unless it is the one of the tick before."""
+        self.failures += 1
+        if what != self._reported:
+            log.warning("upkeep of %s failed and goes on: %s", path, what, exc_info=error)
+        self._reported = what
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
 
     def _tick(self, engine: Engine) -> None:
         if engine.putting and engine.db.wal_bytes() < LOG_BYTES:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import signal
 import sys
@@ -14,6 +16,8 @@ import apsw
 
 FAILURES: dict[str, tuple[type[apsw.Error], int]] = {
     "read": (apsw.IOError, apsw.SQLITE_IOERR_READ),
+    # What SQLite's own VFS gives for an EIO: it surfaces as "database disk image is malformed".
+    "eio": (apsw.IOError, apsw.SQLITE_IOERR_CORRUPTFS),
     "write": (apsw.IOError, apsw.SQLITE_IOERR_WRITE),
     "sync": (apsw.IOError, apsw.SQLITE_IOERR_FSYNC),
     "truncate": (apsw.IOError, apsw.SQLITE_IOERR_TRUNCATE),
@@ -56,6 +60,7 @@ class File(apsw.VFSFile):
     def __init__(self, name: Any, flags: list[int], owner: Faults) -> None:
         self.owner = owner
         self.path = name.filename() if isinstance(name, apsw.URIFilename) else name
+        self.refused = False
         super().__init__("unix", name, flags)
 
     def remember(self, at: int, n: int) -> None:
@@ -64,8 +69,18 @@ class File(apsw.VFSFile):
         self.owner.unsynced.setdefault(self.path, []).append((at, bytes(old), size))
 
     def xRead(self, amount: int, offset: int) -> Any:
-        self.owner.count("read")
+        try:
+            self.owner.count("eio" if "eio" in self.owner.kinds else "read")
+        except apsw.IOError as error:
+            self.refused = self.refused or error.extendedresult == apsw.SQLITE_IOERR_CORRUPTFS
+            raise
         return super().xRead(amount, offset)
+
+    def xFileControl(self, op: int, pointer: int) -> bool:
+        if op == apsw.SQLITE_FCNTL_LAST_ERRNO and self.refused:
+            ctypes.c_int.from_address(pointer).value = errno.EIO
+            return True
+        return bool(super().xFileControl(op, pointer))
 
     def xWrite(self, data: Any, offset: int) -> None:
         with self.owner.lock:

@@ -19,7 +19,7 @@ FLOORS: list[set[str]] = [
     # the file's tables
     {"audit", "queries", "upgrade", "migrations"},
     # what is made of rows
-    {"blobs", "job", "prefixes", "tally"},
+    {"blobs", "entry_reader", "job", "prefixes", "tally"},
     # a store at work
     {"behind", "check", "copies", "engine", "learning", "operate", "repair", "shelf", "space", "store", "upkeep"},
     # the face
