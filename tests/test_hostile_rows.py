@@ -46,9 +46,8 @@ class File:
         for name, text in list(c.execute("SELECT name, sql FROM sqlite_schema WHERE type = 'table' AND sql LIKE '%STRICT%'")):
             loose = text.replace(") STRICT, WITHOUT ROWID", ") WITHOUT ROWID").replace(") STRICT", ")")
             # Without a type a column takes what it is given.
-            c.execute("UPDATE sqlite_schema SET sql = ? WHERE name = ?", (loose.replace(" INTEGER NOT NULL", " NOT NULL"), name))
-        strict = apsw.Connection(str(self.path))
-        strict.close()
+            loose = loose.replace(" INTEGER NOT NULL", " NOT NULL")
+            c.execute("UPDATE sqlite_schema SET sql = ? WHERE name = ?", (loose, name))
         c.close()
         c = apsw.Connection(str(self.path))
         c.pragma("ignore_check_constraints", 1)
@@ -68,6 +67,9 @@ def file(path: Path) -> File:
     return File(path)
 
 
+OF_BAD = "blob = (SELECT id FROM blobs WHERE entry = :bad)"
+STAGE = "INSERT INTO blobs(part, kind, size, stored, writer) VALUES('main', 'full', 5, 5, "
+CUT = "INSERT INTO cuts(entry, fingerprint, n_tokens, tokens) SELECT id, fingerprint, 1, "
 DAMAGE = {
     "use_order at its maximum": f"UPDATE meta SET use_order = {MAX}",
     "use_order at its minimum": f"UPDATE meta SET use_order = {MIN}",
@@ -110,7 +112,7 @@ DAMAGE = {
     "totals are text": "UPDATE totals SET entries = 'x', size = 'x'",
     "totals at their minimum": f"UPDATE totals SET size = {MIN}, stored = {MIN}, entries = {MIN}",
     "totals at their maximum": f"UPDATE totals SET size = {MAX}, stored = {MAX}, entries = {MAX}",
-    "counters at their maximum": f"INSERT OR REPLACE INTO counters SELECT value, {MAX} FROM json_each('[\"hits\",\"puts\",\"misses\"]')",
+    "counters at their maximum": f"INSERT OR REPLACE INTO counters VALUES('hits', {MAX}), ('puts', {MAX}), ('misses', {MAX})",
     "counters are text": "INSERT OR REPLACE INTO counters VALUES('hits', 'x'), ('puts', 'x'), ('misses', x'00')",
     "families at their maximum": f"UPDATE families SET saved = {MAX}, reused = {MAX}",
     "families are text": "UPDATE families SET saved = 'x', reused = 'x'",
@@ -124,16 +126,15 @@ DAMAGE = {
     "a blob of no size": "UPDATE blobs SET size = 0, stored = 0 WHERE entry = :bad",
     "a blob of a huge size": f"UPDATE blobs SET size = {MAX}, stored = {MAX} WHERE entry = :bad",
     "a size that is text": "UPDATE blobs SET stored = 'x' WHERE entry = :bad",
-    "a writer that is no process": "INSERT INTO blobs(part, kind, size, stored, writer) VALUES('main', 'full', 5, 5, 'me')",
-    "a writer of a huge number": "INSERT INTO blobs(part, kind, size, stored, writer)"
-    " VALUES('main', 'full', 5, 5, '99999999999999999999999999:1')",
-    "a negative writer": "INSERT INTO blobs(part, kind, size, stored, writer) VALUES('main', 'full', 5, 5, '-1:1')",
-    "a writer that is a blob": "INSERT INTO blobs(part, kind, size, stored, writer) VALUES('main', 'full', 5, 5, x'ff')",
-    "a chunk of text": "UPDATE chunks SET data = 'x' WHERE blob = (SELECT id FROM blobs WHERE entry = :bad)",
-    "a chunk at the end of the numbers": f"UPDATE chunks SET seq = {MAX} WHERE blob = (SELECT id FROM blobs WHERE entry = :bad)",
-    "a chunk that is null": "UPDATE chunks SET data = zeroblob(0) WHERE blob = (SELECT id FROM blobs WHERE entry = :bad)",
-    "a cut of text": "INSERT INTO cuts(entry, fingerprint, n_tokens, tokens) SELECT id, fingerprint, 1, 'x' FROM entries",
-    "a cut of three bytes": "INSERT INTO cuts(entry, fingerprint, n_tokens, tokens) SELECT id, fingerprint, 1, x'070000' FROM entries",
+    "a writer that is no process": STAGE + "'me')",
+    "a writer of a huge number": STAGE + "'99999999999999999999999999:1')",
+    "a negative writer": STAGE + "'-1:1')",
+    "a writer that is a blob": STAGE + "x'ff')",
+    "a chunk of text": f"UPDATE chunks SET data = 'x' WHERE {OF_BAD}",
+    "a chunk at the end of the numbers": f"UPDATE chunks SET seq = {MAX} WHERE {OF_BAD}",
+    "a chunk that is null": f"UPDATE chunks SET data = zeroblob(0) WHERE {OF_BAD}",
+    "a cut of text": CUT + "'x' FROM entries",
+    "a cut of three bytes": CUT + "x'070000' FROM entries",
     "a fingerprint that is a blob": "INSERT INTO fingerprints(id, text) VALUES(99, x'ff')",
 }
 

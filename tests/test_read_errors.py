@@ -109,8 +109,8 @@ def run(call: Callable[[Store, Original], set[int]], original: Original, at: int
         try:
             with Store(path, min_saved_mib=0.001, cache_ram_mib=0) as store:
                 may_go = call(store, original)
-        except kvstore.KVStoreError as error:
-            assert isinstance(error, kvstore.StoreIOError), repr(error)
+        except kvstore.StoreIOError:
+            pass  # any other error fails the test
         n = vfs.n
     with Store(path, min_saved_mib=0.001) as store:
         for id, (tokens, main, *_) in original.model.items():
