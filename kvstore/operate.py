@@ -134,7 +134,8 @@ def wipe(store: Store) -> None:
 
 def _existing(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
-    if not os.path.isfile(text):
+    if not os.path.exists(text):
         raise StoreIOError(f"{text} does not exist", path=text, hint="give the path of a kvstore file")
+    db.refuse_other_kinds(text)
     db.refuse_network_filesystem(text)
     return text

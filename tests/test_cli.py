@@ -243,7 +243,7 @@ def test_raw_states(run: Run, tmp_path: Path) -> None:
     assert slotfile.read(tmp_path / "out").tokens.tolist() == BASE
     for bad in ("[]", "[1.5]", '["a"]', "[[1]]", "none.json", f"[{1 << 40}]"):
         run("put", "kv.db", "raw", "--tokens", bad, code=errors.InvalidInputError.exit_code)
-    run("put", "kv.db", "none", code=errors.SlotFileError.exit_code)
+    run("put", "kv.db", "none", code=errors.StoreIOError.exit_code)
 
 
 def test_cut_short_file_is_remarked(run: Run, tmp_path: Path) -> None:

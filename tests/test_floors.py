@@ -12,7 +12,7 @@ import kvstore
 ROOT = Path(kvstore.__file__).parent
 FLOORS: list[set[str]] = [
     # facts: errors, records, what the C code and a file's header look like
-    {"errors", "header", "native", "native.build", "records"},
+    {"errors", "fsutil", "header", "native", "native.build", "records"},
     # formats and single resources, each by itself
     {"arguments", "bkvd", "db", "hashing", "layout", "layout_cells", "layout_convert", "layout_crop", "layout_parse",
      "layout_types", "lru", "meta", "policy", "slotfile", "wal"},
@@ -28,7 +28,7 @@ FLOORS: list[set[str]] = [
     {"cli", "engines"},
 ]  # fmt: skip
 # What the users of the face may name beside its public names: where these are defined, and two that are shared with it.
-FACE = {"", "bkvd", "errors", "hashing", "layout", "meta", "operate", "records", "slotfile", "store", "upgrade"}
+FACE = {"", "bkvd", "errors", "fsutil", "hashing", "layout", "meta", "operate", "records", "slotfile", "store", "upgrade"}
 ALONE = {"apsw": {"db"}, "xxhash": {"hashing"}, "cffi": {"native.build"}, "kvstore._native": {"bkvd"}}
 
 

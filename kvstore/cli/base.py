@@ -15,7 +15,7 @@ import click
 import numpy as np
 from click.shell_completion import CompletionItem
 
-from .. import Entry, InvalidInputError, KVStoreError, NotFoundError, Store, StoreIOError
+from .. import Entry, InvalidInputError, KVStoreError, NotFoundError, Store, StoreIOError, fsutil
 from . import screen
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -206,6 +206,14 @@ def tokens_of(text: str) -> Any:
 
 def usage(message: str) -> NoReturn:
     raise click.UsageError(message, click.get_current_context())
+
+
+def missing(path: str) -> StoreIOError:
+    return StoreIOError(f"{path} does not exist", path=path, hint="check the path")
+
+
+def is_stdout(path: str) -> bool:
+    return path == "-" or fsutil.descriptor_of(path) == 1
 
 
 def binary_stdout() -> Any:
