@@ -351,7 +351,7 @@ def test_rm(run: Run, filled: list[str]) -> None:
     run("rm", "kv.db", code=2)
     run("rm", "kv.db", filled[1], "--unused", code=2)
     assert run("rm", "kv.db", "--older", "1h").stdout == ""
-    assert set(run("rm", "kv.db", "--unused").stdout.split()) == set(filled[1:])
+    assert set(run("rm", "kv.db", "--unused", "--yes").stdout.split()) == set(filled[1:])
     assert data(run("ls", "kv.db", "--json")) == []
 
 
@@ -360,7 +360,7 @@ def test_rm_secure(run: Run, filled: list[str], tmp_path: Path) -> None:
     files = [p.read_bytes() for p in tmp_path.iterdir()]
     assert not any(b"not understood" in blob or b"alone" in blob for blob in files)
     run("verify", "kv.db")
-    run("rm", "kv.db", filled[0], "--children", "drop")
+    run("rm", "kv.db", filled[0], "--children", "drop", "--yes")
     assert data(run("gc", "kv.db", "--secure", "--json"))["wiped"] is True
     files = [p.read_bytes() for p in tmp_path.iterdir()]
     assert not any(b"the prefix" in blob or b"chat 0" in blob for blob in files)

@@ -111,10 +111,13 @@ def _salvage(store: str, key_file: str | None, as_json: bool, new: str) -> int:
 @click.command(epilog=base.example("kvstore migrate cache.db --dry-run"))
 @base.common
 @click.option("--dry-run", is_flag=True, help="Only say what would happen.")
-@click.option("--no-backup", is_flag=True, help="Do not keep the old file.")
-def migrate(store: str, key_file: str | None, as_json: bool, dry_run: bool, no_backup: bool) -> None:
+@click.option("--no-backup", is_flag=True, help="Do not keep the old file; asks first.")
+@base.yes_option
+def migrate(store: str, key_file: str | None, as_json: bool, dry_run: bool, no_backup: bool, yes: bool) -> None:
     """Upgrade STORE to the schema of this version. Opening it does the same; the old file stays beside it."""
     key = base.key_of(key_file)
+    if no_backup and not dry_run and not yes and upgrade.dry_run(store, key=key).steps:
+        base.confirm(yes, f"{store} would be upgraded, and the old file not be kept")
     if dry_run:
         plan = upgrade.dry_run(store, key=key)
         if as_json:

@@ -47,7 +47,8 @@ def family_of(text: str | None) -> int | None:
 @click.option("-n", "--limit", type=click.IntRange(1), help="At most so many.")
 @click.option("--full-ids", is_flag=True, help="All 16 digits, as in a pipe.")
 @click.option("--watch", is_flag=True, help="Follow a store in use, until Ctrl-C.")
-@click.option("--every", type=click.FloatRange(0.05), default=1.0, show_default=True, help="Seconds between looks.")
+@click.option("--every", type=base.seconds(0.05), default=1.0, show_default=True,
+              help="Time between looks: 2 (seconds), 500ms, 1min.")
 def ls(
     store: str,
     key_file: str | None,

@@ -52,7 +52,8 @@ def _read_file(name: str) -> Any:
 
 
 _min_saved = click.option(
-    "--min-saved", type=click.FloatRange(0), default=16.0, show_default=True, help="Share where it saves so many MiB."
+    "--min-saved", type=base.size(), default=16.0, show_default=True,
+    help="Share where it saves this much: 16 (MiB), 512K, 1G.",
 )
 _fingerprint = click.option(
     "--fingerprint", default="", help="Names the model and its settings; states never cross from one to another."
@@ -71,7 +72,7 @@ _fingerprint = click.option(
 @click.option("--tokens", help="The tokens of a raw state: a JSON list, or a file with one.")
 @click.option("--draft", type=click.Path(dir_okay=False), help="The state of the draft model, raw or a slot file.")
 @click.option("--class", "entry_class", type=click.Choice(["normal", "learned", "pinned"]), default="normal")
-@click.option("--ttl", type=base.Duration(), help="Expires after this: 90s, 15m, 12h, 7d.")
+@click.option("--ttl", type=base.Duration(never=True), help="Expires after this: 90s, 15min, 12h, 7d, or never.")
 @click.option("--excerpt", default="", help="The start of the first user message, for people.")
 @click.option("--n-system", type=click.IntRange(0), default=0, help="Tokens of the system block.")
 @_fingerprint

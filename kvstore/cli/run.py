@@ -32,14 +32,15 @@ LAYERS, ROW = 16, 512  # of the bench's state: 16 KiB a token
 @as_json_option
 @click.option("--dir", "folder", type=click.Path(file_okay=False), default=".", show_default=True,
               help="The folder whose disk to try; the files go again.")
-@click.option("--mib", type=click.IntRange(4, 65536), default=128, show_default=True, help="Size of a state.")
+@click.option("--mib", type=base.size(4, 65536), default=128, show_default=True,
+              help="Size of a state: 128 (MiB), 1G.")
 @click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="The median of so many is shown.")
-def bench(as_json: bool, folder: str, mib: int, rounds: int) -> None:
+def bench(as_json: bool, folder: str, mib: float, rounds: int) -> None:
     """Measure this machine's disk and codec.
 
     Put, get and sharing of a state, beside a plain file and a copy in memory.
     """
-    n = (mib << 20) // (2 * LAYERS * ROW)
+    n = int(mib * screen.MIB) // (2 * LAYERS * ROW)
     try:
         with tempfile.TemporaryDirectory(prefix=".kvstore-bench-", dir=folder) as place:
             rows = _measure(Path(place), n, rounds)

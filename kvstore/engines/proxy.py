@@ -23,7 +23,9 @@ from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 
+from .. import units
 from ..errors import InvalidInputError, KVStoreError
+from ..printable import Formatter, printable
 from ..store import Store
 from .proxy_server import Settings
 
@@ -164,6 +166,20 @@ def running(**options: Any) -> Iterator[str]:
             thread.join()
 
 
+def _mib(text: str) -> float:
+    try:
+        return units.mib(text)
+    except InvalidInputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        return units.seconds(text, bare=1)
+    except InvalidInputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="kvstore serve", description=about, allow_abbrev=False)
@@ -173,16 +189,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--listen", default=DEFAULT_LISTEN, metavar="HOST:PORT", help=f"default: {DEFAULT_LISTEN}")
     parser.add_argument("--api-key", help="clients must send it (better: the environment variable KVSTORE_API_KEY)")
     parser.add_argument("--upstream-api-key", help="llama-server's own (KVSTORE_UPSTREAM_API_KEY)")
-    parser.add_argument("--cache-ram-mib", type=float, default=1024, help="states kept in RAM (default: 1024)")
-    parser.add_argument("--cache-disk-mib", type=float, default=-1, help="bound of the store's file (default: none)")
-    parser.add_argument("--min-saved-mib", type=float, default=16, help="share a prefix that saves so much (16)")
+    size: dict[str, Any] = {"type": _mib, "metavar": "SIZE"}
+    parser.add_argument("--cache-ram-mib", **size, default=1024, help="states kept in RAM: 1024 (MiB), 8G (default: 1024)")
+    parser.add_argument("--cache-disk-mib", **size, default=-1, help="bound of the store's file (default: none)")
+    parser.add_argument("--min-saved-mib", **size, default=16, help="share a prefix that saves this much (16)")
     parser.add_argument("--min-tokens", type=int, default=16, help="a restore or save must gain so many (16)")
-    parser.add_argument("--idle-seconds", type=float, default=0.15, help="idle time before a slot is saved (0.15)")
+    parser.add_argument(
+        "--idle-seconds", type=_seconds, default=0.15, metavar="TIME", help="idle time before a slot is saved (0.15)"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="log every restore and save")
     options = vars(parser.parse_args(argv))
-    logging.basicConfig(
-        level=logging.DEBUG if options.pop("verbose") else logging.INFO, format="%(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.DEBUG if options.pop("verbose") else logging.INFO, handlers=[handler])
     for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # Other users of the machine can read a command line, but not the environment.
@@ -191,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         serve(**options)
     except KVStoreError as error:
-        print(f"kvstore serve: {error}", file=sys.stderr)
+        print(f"kvstore serve: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     return 0
 
