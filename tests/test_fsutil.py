@@ -428,3 +428,14 @@ def test_the_helper_alone(tmp_path: Path) -> None:
     assert fsutil.descriptor_of("/dev/stdout") == 1
     assert fsutil.descriptor_of("/proc/self/fd/7") in (7, None)
     assert isinstance(fsutil.open_source(path), io.FileIO)
+
+
+def test_salvage_touches_no_other_file(tmp_path: Path, stored: tuple[Path, str]) -> None:
+    db, id = stored
+    (tmp_path / "new.db.copy").write_bytes(b"somebody's")
+    with db.open("r+b") as f:
+        f.write(b"\0" * 65536)  # the first page is lost
+    found = operate.salvage(db, tmp_path / "new.db")
+    assert [f"{entry:016x}" for entry in found.entries] == [id]
+    assert (tmp_path / "new.db.copy").read_bytes() == b"somebody's"
+    assert {p.name for p in tmp_path.iterdir()} <= {"kv.db", "kv.db-shm", "kv.db-wal", "new.db", "new.db.copy"}

@@ -133,7 +133,7 @@ def key_of(key_file: str | None) -> str | None:
     try:
         key = Path(key_file).read_text(encoding="utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"the key file {key_file} can not be read: {error}") from None
+        raise InvalidInputError(f"the key file {key_file} cannot be read: {error}") from None
     if not key:
         raise InvalidInputError(f"the key file {key_file} is empty")
     return key
@@ -150,7 +150,7 @@ def find(store: Store, wanted: Sequence[str]) -> list[Entry]:
     prefixes = [w.lower() for w in wanted]
     for text in prefixes:
         if not re.fullmatch("[0-9a-f]{1,16}", text):
-            raise InvalidInputError(f"{text!r} is no id", hint="ids are 1 to 16 hex digits: see `kvstore ls`")
+            raise InvalidInputError(f"{text!r} is not an id", hint="ids are 1 to 16 hex digits: see `kvstore ls`")
     short = {p for p in prefixes if len(p) < 16}
     matches: dict[str, list[Entry]] = {p: [] for p in prefixes}
     if short:

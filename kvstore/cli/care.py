@@ -54,13 +54,13 @@ def verify(store: str, key_file: str | None, as_json: bool, jobs: int) -> int:
 @click.command(epilog=base.example("kvstore repair cache.db", "kvstore repair cache.db --salvage new.db"))
 @base.common
 @_jobs
-@click.option("--yes", is_flag=True, help="Do it; without this it is only said.")
+@click.option("--yes", is_flag=True, help="Apply (default: only show what would be done).")
 @click.option("--salvage", "new", type=click.Path(), metavar="NEW",
               help="Copy every readable entry to the new file NEW; STORE stays as it is.")
 def repair(store: str, key_file: str | None, as_json: bool, jobs: int, yes: bool, new: str | None) -> int:
     """Drop what cannot be served, and nothing else.
 
-    Without --yes it only says what that is.
+    Without --yes it only shows what that is.
     """
     if new is not None:
         return _salvage(store, key_file, as_json, new)

@@ -15,13 +15,13 @@ from .look import family_of
 @base.common
 @click.argument("ids", nargs=-1, shell_complete=base.complete_id)
 @click.option("--family", help="All entries of this family.")
-@click.option("--unused", is_flag=True, help="All entries that never served.")
+@click.option("--unused", is_flag=True, help="All entries never restored.")
 @click.option("--older", type=base.Duration(), help="All entries not used for this long: 12h, 30d (s, min, h, d, w).")
 @click.option("--class", "entry_class", type=click.Choice(["normal", "learned", "pinned"]), help="Of these, this class.")
 @click.option("--children", type=click.Choice(["keep", "drop"]),
               help="What becomes of entries stored against one that goes: keep rebuilds them whole.")
 @click.option("--secure", is_flag=True, help="Leave no byte of them in the file: it is written anew.")
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @base.yes_option
 def rm(
     store: str,

@@ -135,7 +135,7 @@ def _expand(files: tuple[str, ...]) -> Iterator[str]:
         if name != "-" and Path(name).is_dir():
             found, others = bundle.slot_files(Path(name))
             for other in others:
-                screen.note(f"skipped {other}: no slot or session file")
+                screen.note(f"skipped {other}: not a slot or session file")
             yield from (str(path) for path in sorted(found, key=lambda path: path.stat().st_size))
         else:
             yield name
@@ -170,10 +170,10 @@ def _remark(name: str, file: SlotFile) -> None:
 )
 @base.common
 @click.argument("id", shell_complete=base.complete_id)
-@click.argument("out", type=click.Path(allow_dash=True, dir_okay=False))
+@click.argument("out", type=click.Path(allow_dash=True, dir_okay=False, readable=False))
 @click.option("--format", "form", type=click.Choice(["auto", "slot", "raw"]), default="auto", show_default=True,
               help="auto: the file that was put, byte for byte.")
-@click.option("--n-tokens", type=click.IntRange(1), help="Cut to so many tokens.")
+@click.option("--n-tokens", type=click.IntRange(1), help="Cut to the first N tokens.")
 @click.option("--draft", is_flag=True, help="The draft model's state instead, raw.")
 def get(
     store: str, key_file: str | None, as_json: bool, id: str, out: str, form: str, n_tokens: int | None, draft: bool
@@ -191,7 +191,7 @@ def get(
         if saved is None:
             if opened.entry(entry.id) is None:
                 raise NotFoundError(f"entry {entry.hex_id} is gone", id=entry.hex_id)
-            raise CorruptStoreError(f"entry {entry.hex_id} is damaged and can not be served", id=entry.hex_id)
+            raise CorruptStoreError(f"entry {entry.hex_id} is damaged and cannot be served", id=entry.hex_id)
         parts = _parts(opened, saved, form, n_tokens, draft)
     _write(out, parts)
     if as_json:
@@ -231,7 +231,7 @@ def _write(out: str, parts: list[bytes | memoryview]) -> None:
 )
 @base.common
 @click.argument("ids", nargs=-1, shell_complete=base.complete_id)
-@click.option("--to", "target", required=True, type=click.Path(allow_dash=True),
+@click.option("--to", "target", required=True, type=click.Path(allow_dash=True, readable=False),
               help='A folder, an archive (*.tar), or "-": an archive to stdout.')
 @click.option("--force", is_flag=True, help="Replace an archive that is there.")
 def export(

@@ -35,7 +35,7 @@ LAYERS, ROW = 16, 512  # of the bench's state: 16 KiB a token
               help="The folder whose disk to try; the files go again.")
 @click.option("--mib", type=base.size(4, 65536), default=128, show_default=True,
               help="Size of a state: 128 (MiB), 1G.")
-@click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="The median of so many is shown.")
+@click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="Rounds; the median is shown.")
 def bench(as_json: bool, folder: str, mib: float, rounds: int) -> None:
     """Measure this machine's disk and codec.
 
@@ -48,7 +48,7 @@ def bench(as_json: bool, folder: str, mib: float, rounds: int) -> None:
     except OSError as error:
         if isinstance(error, KVStoreError):
             raise
-        raise StoreIOError(f"{folder} can not be used: {error.strerror}", hint="give another folder") from error
+        raise StoreIOError(f"{folder} cannot be used: {error.strerror}", hint="give another folder") from error
     size = _state(n, 0).size
     if as_json:
         screen.data({name: {"seconds": s, "bytes": size, "mib_per_second": size / s / screen.MIB} for name, s in rows})

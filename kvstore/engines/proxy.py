@@ -37,7 +37,7 @@ def parse_address(listen: str) -> tuple[str, int]:
     host, _, port = listen.rpartition(":")
     host = host.strip("[]") or "127.0.0.1"
     if not port.isdigit() or int(port) > 65535:
-        raise InvalidInputError(f"{listen!r} is no address to listen on", hint="give host:port, such as 127.0.0.1:8081")
+        raise InvalidInputError(f"{listen!r} is not an address to listen on", hint="give host:port, such as 127.0.0.1:8081")
     return host, int(port)
 
 
@@ -72,7 +72,7 @@ def _config(
     except ImportError as error:
         raise InvalidInputError(f"the proxy needs {error.name}", hint=extra("proxy")) from error
     if urlsplit(upstream).scheme not in ("http", "https") or not urlsplit(upstream).hostname:
-        raise InvalidInputError(f"{upstream!r} is no address of a server", hint="such as http://127.0.0.1:8080")
+        raise InvalidInputError(f"{upstream!r} is not the address of a server", hint="such as http://127.0.0.1:8080")
     folder = Path(slot_dir)
     if not folder.is_dir():
         raise InvalidInputError(f"there is no directory {folder}", hint="give the directory of llama-server's --slot-save-path")
@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache-ram-mib", **size, default=1024, help="states kept in RAM: 1024 (MiB), 8G (default: 1024)")
     parser.add_argument("--cache-disk-mib", **size, default=-1, help="bound of the store's file (default: none)")
     parser.add_argument("--min-saved-mib", **size, default=16, help="share a prefix that saves this much (16)")
-    parser.add_argument("--min-tokens", type=int, default=16, help="a restore or save must gain so many (16)")
+    parser.add_argument("--min-tokens", type=int, default=16, help="a restore or save must gain at least this many (16)")
     parser.add_argument(
         "--idle-seconds", type=_seconds, default=0.15, metavar="TIME", help="idle time before a slot is saved (0.15)"
     )
