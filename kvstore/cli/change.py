@@ -53,7 +53,7 @@ def rm(
             number = family_of(family)
             gone = [e for e in entries if _chosen(e, number, unused, older, entry_class)]
         going = {e.id for e in gone}
-        orphans = [e for e in entries if e.parent in going and e.id not in going]
+        orphans = _stored_against(entries, going)
         if orphans and children is None:
             names = ", ".join(sorted(e.hex_id for e in orphans)[:5])
             base.usage(
@@ -65,8 +65,8 @@ def rm(
             if len(removed) > 1:
                 base.confirm(yes, f"{len(removed):,} entries of {store} would be removed")
             removed = []
-            # Children before parents: none is rebuilt that goes as well.
-            for entry in sorted(gone, key=lambda e: e.parent is None):
+            # Children before parents, which have fewer tokens: none is rebuilt that goes as well.
+            for entry in sorted(gone, key=lambda e: -e.n_tokens):
                 removed += [f"{id:016x}" for id in opened.delete(entry.id, children=children or "drop")]
             if secure:
                 operate.wipe(opened)
@@ -76,6 +76,16 @@ def rm(
         for text in removed:
             click.echo(text)
         screen.note(f"{screen.plural(len(removed), 'entry', 'entries')} {'would be ' if dry_run else ''}removed")
+
+
+def _stored_against(entries: list[Entry], going: set[int]) -> list[Entry]:
+    """The entries that need one of those that go, at any depth: a parent has fewer tokens than its children."""
+    needs, found = set(going), []
+    for e in sorted(entries, key=lambda e: e.n_tokens):
+        if e.parent in needs and e.id not in needs:
+            needs.add(e.id)
+            found.append(e)
+    return found
 
 
 def _chosen(e: Entry, family: int | None, unused: bool, older: int | None, entry_class: str | None) -> bool:
