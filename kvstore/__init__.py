@@ -34,7 +34,7 @@ from .records import Entry, FamilyStats, Match, SavedState, Stats
 from .store import Store
 
 try:
-    __version__ = version("kvstore")
+    __version__ = version("llama-kvstore")
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
 

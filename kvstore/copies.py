@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import secrets
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from . import db, prefixes, queries
+from . import db, fsutil, prefixes, queries
 from .check import Progress
 from .db import Connection, Database
 from .engine import Engine
 from .entry_reader import Damaged
-from .errors import BusyError, InvalidInputError, StoreIOError
+from .errors import BusyError, InvalidInputError
 from .hashing import Digests
 from .job import Job, new_id
 from .lru import RamCache
@@ -45,9 +44,8 @@ def backup(database: Database, path: str, progress: Progress | None = None) -> N
     """
     if os.path.lexists(path):
         raise InvalidInputError(f"{path} is there already", hint="give the name of a new file")
-    folder, name = os.path.split(os.path.abspath(path))
-    temporary = os.path.join(folder, f".{name[:200]}.{secrets.token_hex(6)}.tmp")
-    db.reserve_file(temporary)
+    temporary = fsutil.temporary_name(path)
+    db.reserve_file(temporary, path)
     try:
         copy = database.sibling(temporary)
         try:
@@ -73,16 +71,11 @@ def backup(database: Database, path: str, progress: Progress | None = None) -> N
 def _publish(temporary: str, path: str) -> None:
     """Gives a finished file its name, which must be new, once it is on the disk."""
     try:
-        for target in (temporary, os.path.dirname(temporary)):
-            if os.name != "nt" or target == temporary:
-                fd = os.open(target, os.O_RDWR if target == temporary else os.O_RDONLY)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+        fsutil.fsync_file(temporary)
         os.rename(temporary, path)
+        fsutil.fsync_dir(os.path.dirname(temporary))
     except OSError as error:
-        raise StoreIOError(f"{path} can not be written: {error.strerror}", path=path) from error
+        raise fsutil.error_of(error, path) from error
 
 
 def export(engine: Engine, id: int) -> Exported | None:

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import apsw
 
-from . import header
+from . import fsutil, header
 from .errors import (
     BusyError,
     ClosedError,
@@ -167,26 +167,26 @@ def refuse_network_filesystem(path: str) -> None:
         raise UnsafeFilesystemError(f"{path} lies on a network file system ({kind})", path=path, filesystem=kind)
 
 
-def reserve_file(path: str) -> bool:
+def reserve_file(path: str, shown: str | None = None) -> bool:
     """Creates an empty file that only its owner can read and write; False where there already is one.
 
-    SQLite gives its log and shared memory the mode of the database, so those are private as well.
+    SQLite gives its log and shared memory the mode of the database, so those are private as well. `shown` is the path that
+    an error names.
     """
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, fsutil.PRIVATE))
     except FileExistsError:
         return False
     except OSError as error:
-        if isinstance(error, PermissionError) or error.errno == 30:  # EROFS
-            raise ReadOnlyError(
-                f"{path} can not be created: {error.strerror}",
-                path=path,
-                hint="give a path in a folder that you can write",
-            ) from error
-        if error.errno == 28:  # ENOSPC
-            raise DiskFullError(f"the disk of {path} is full", path=path) from error
-        raise StoreIOError(f"{path} can not be created: {error.strerror}", path=path) from error
+        raise fsutil.error_of(error, shown or path, "create", denied=ReadOnlyError) from error
     return True
+
+
+def refuse_other_kinds(path: str) -> None:
+    """Raises StoreIOError where there is something else than a regular file: a directory, a FIFO, a device."""
+    kind = fsutil.kind_of(path)
+    if kind is not None:
+        raise StoreIOError(f"{path} is {kind}", path=path, hint="give the path of a kvstore file")
 
 
 class Database:
@@ -215,6 +215,8 @@ class Database:
         self._checkpointer: Connection | None = None
         self._closed = False
         self._synchronous = ""
+        if not self.memory:
+            refuse_other_kinds(path)
         if not self.memory and key is None:
             refuse(path, peek(path))
         self._writer = self._connect(writable=not readonly)

@@ -162,3 +162,8 @@ class StoreIOError(KVStoreError, OSError):
     """The operating system refused a read or write of the store's file."""
 
     code, exit_code = "io", 23
+
+
+def extra(name: str) -> str:
+    """The hint that tells how to install an optional part."""
+    return f"in a checkout of kvstore: pip install '.[{name}]' (once it is published: 'llama-kvstore[{name}]')"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from . import check, copies, db, queries
+from . import check, copies, db, fsutil, queries
 from . import repair as repairs
 from .check import Problem, Progress
 from .copies import Exported
@@ -57,7 +57,7 @@ def salvage(
     except (NotAStoreError, CorruptStoreError) as error:
         refused = error
     if not found.entries and key is None:
-        copy = new_path + ".copy"
+        copy = fsutil.temporary_name(new_path)  # a name that no other file has
         try:
             if repairs.with_first_page(source_path, copy):
                 again = _salvage(copy, new_path, key, progress)
@@ -134,7 +134,8 @@ def wipe(store: Store) -> None:
 
 def _existing(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
-    if not os.path.isfile(text):
+    if not os.path.exists(text):
         raise StoreIOError(f"{text} does not exist", path=text, hint="give the path of a kvstore file")
+    db.refuse_other_kinds(text)
     db.refuse_network_filesystem(text)
     return text

@@ -137,13 +137,15 @@ END;
 
 -- For people: ids in hex, sizes in MiB, times in words and as local dates. tools/inspect.sql shows how to use them.
 CREATE VIEW ages AS                   -- `used`: since the last use; `expires_in` is NULL where an entry never expires
-SELECT entry, CASE WHEN age < 120 THEN age || ' s' WHEN age < 7200 THEN (age / 60) || ' min'
+SELECT entry, CASE WHEN age < -60 THEN 'in the future' WHEN age < 120 THEN max(0, age) || ' s' WHEN age < 7200 THEN (age / 60) || ' min'
             WHEN age < 172800 THEN (age / 3600) || ' h' ELSE (age / 86400) || ' days' END AS age,
-       CASE WHEN hits = 0 THEN 'never' ELSE CASE WHEN idle < 120 THEN idle || ' s' WHEN idle < 7200 THEN (idle / 60) || ' min'
+       CASE WHEN hits = 0 THEN 'never' ELSE CASE WHEN idle < -60 THEN 'in the future' WHEN idle < 120 THEN max(0, idle) || ' s'
+            WHEN idle < 7200 THEN (idle / 60) || ' min'
             WHEN idle < 172800 THEN (idle / 3600) || ' h' ELSE (idle / 86400) || ' days' END END AS used,
        CASE WHEN left_s <= 0 THEN 'expired' ELSE CASE WHEN left_s < 120 THEN left_s || ' s' WHEN left_s < 7200 THEN (left_s / 60) || ' min'
-            WHEN left_s < 172800 THEN (left_s / 3600) || ' h' ELSE (left_s / 86400) || ' days' END END AS expires_in
-FROM (SELECT entry, hits, max(0, unixepoch() - created_at) AS age, max(0, unixepoch() - last_used) AS idle,
+            WHEN left_s < 172800 THEN (left_s / 3600) || ' h' ELSE (left_s / 86400) || ' days' END END
+            || CASE WHEN left_s > ttl + 60 THEN ' (the clock was ahead)' ELSE '' END AS expires_in
+FROM (SELECT entry, hits, ttl, unixepoch() - created_at AS age, unixepoch() - last_used AS idle,
              expires_at - unixepoch() AS left_s FROM meta);
 
 CREATE VIEW ls AS

@@ -12,17 +12,18 @@ which writes the packed list since August 2026. A plain list never starts with -
 
 from __future__ import annotations
 
-import errno
 import os
-import secrets
+import stat
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from io import FileIO
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .errors import DiskFullError, SlotFileError
+from . import fsutil
+from .errors import SlotFileError, StoreIOError
 from .layout_cells import Blob, as_bytes
 from .records import Bytes, Tokens
 
@@ -35,7 +36,14 @@ _MAGICS: dict[Kind, int] = {kind: magic for magic, kind in _KINDS.items()}
 _HEAD = struct.Struct("<III")
 _U64 = struct.Struct("<Q")
 _LIST_VERSION = 1
+_PIECE = 1 << 20
 _SAVE_AGAIN = "save the slot again and give the complete file"
+
+
+class MissingSlotFileError(SlotFileError, FileNotFoundError):
+    """A slot file that is not there: with the exit code of a missing store, not that of a malformed file."""
+
+    code, exit_code = StoreIOError.code, StoreIOError.exit_code
 
 
 class Media(NamedTuple):
@@ -211,70 +219,28 @@ def write(path: str | os.PathLike[str], file: SlotFile) -> None:
     """Writes the file with mode 0600; it is complete, and on the disk, or it is not there.
 
     A server may abort on a file that is cut short, so the bytes go to a temporary file in the same directory, which
-    takes the name once it is synced. Raises SlotFileError, or DiskFullError; then the directory is as it was.
+    takes the name once it is synced. A symbolic link stays, and its target is replaced; a device or a FIFO is written to.
+    Raises SlotFileError, or DiskFullError; then the directory is as it was.
     """
     write_parts(path, [_head_of(file), as_bytes(file.state).data])
 
 
 def write_parts(path: str | os.PathLike[str], parts: Iterable[bytes | memoryview]) -> None:
     """Writes any bytes as `write` writes a file."""
-    path = os.fspath(path)
-    folder, name = os.path.split(os.path.abspath(path))
-    temporary = os.path.join(folder, f".{name[:200]}.{secrets.token_hex(6)}.tmp")
     try:
-        _write_parts(temporary, parts)
-        try:
-            os.replace(temporary, path)
-        except BaseException:
-            _remove(temporary)
-            raise
-        _sync_folder(folder)
-    except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFullError(f"no room to write {path}", hint="free some space on the disk") from e
-        raise SlotFileError(
-            f"cannot write {path}: {e.strerror or e}", hint="check the directory and its permissions"
-        ) from e
-
-
-def _write_parts(temporary: str, parts: Iterable[bytes | memoryview]) -> None:
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
-    try:
-        try:
+        with fsutil.atomic_write(path) as out:
             for part in parts:
-                left = memoryview(part)
-                while left:
-                    left = left[os.write(fd, left) :]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except BaseException:
-        _remove(temporary)
-        raise
-
-
-def _remove(temporary: str) -> None:
-    try:
-        os.unlink(temporary)
-    except FileNotFoundError:
-        return
-
-
-def _sync_folder(folder: str) -> None:
-    if os.name == "nt":  # directories cannot be opened there, and a rename is in the journal
-        return
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+                out.write(part)
+    except OSError as error:
+        raise fsutil.error_of(error, path, kind=SlotFileError) from error
 
 
 def load(path: str | os.PathLike[str]) -> Bytes:
-    """A file's bytes in one buffer. Raises SlotFileError where it cannot be read."""
+    """The bytes of a file, a FIFO or a device in one buffer. Raises SlotFileError where they cannot be read."""
     try:
-        with open(path, "rb", buffering=0) as f:
-            size = os.fstat(f.fileno()).st_size
+        with fsutil.open_source(path) as f:
+            found = os.fstat(f.fileno())
+            size = max(0, found.st_size - f.tell()) if stat.S_ISREG(found.st_mode) else 0
             data = np.empty(size, np.uint8)
             view, at = data.data, 0
             while at < size:
@@ -282,8 +248,20 @@ def load(path: str | os.PathLike[str]) -> Bytes:
                 if not n:
                     break
                 at += n
-    except OSError as e:
-        raise SlotFileError(f"cannot read {path}: {e.strerror or e}", hint="check the path and its permissions") from e
+            if not size:
+                return _to_the_end(f)
+    except FileNotFoundError as error:
+        raise MissingSlotFileError(str(fsutil.error_of(error, path, "read").message), hint="check the path") from error
+    except OSError as error:
+        raise fsutil.error_of(error, path, "read", kind=SlotFileError) from error
     if at < size:
         raise SlotFileError(f"{path} became shorter while it was read", hint="wait until it is written, then read it")
     return data
+
+
+def _to_the_end(f: FileIO) -> Bytes:
+    """What a source of unknown size gives: the file system says 0 of a FIFO, of a device and of what it makes up."""
+    data = bytearray()
+    while piece := f.read(_PIECE):
+        data += piece
+    return np.frombuffer(data, np.uint8)

@@ -48,11 +48,17 @@ def prepare(
         if not database.readonly:
             database.use_wal()
         return None
+    if database.readonly and version == 0:
+        raise ReadOnlyError(
+            f"{database.path} is empty: the store has to be created first",
+            path=database.path,
+            hint="`kvstore put` makes it a store; or open it once without readonly",
+        )
     if database.readonly:
         raise ReadOnlyError(
-            f"{database.path} has to be {'created' if version == 0 else 'upgraded'} first",
+            f"{database.path} has to be upgraded first",
             path=database.path,
-            hint="open it once without readonly",
+            hint="`kvstore migrate` upgrades it; or open it once without readonly",
         )
     if version == 0:
         database.initialise()

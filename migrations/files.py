@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from kvstore import db
+from kvstore import db, fsutil
 from kvstore.db import Connection, Database
 from kvstore.errors import BusyError, DiskFullError, KVStoreError, MigrationError, StoreIOError
 
@@ -186,21 +186,9 @@ def remove(path: str) -> None:
 
 
 def sync(path: str) -> None:
-    fd = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    fsutil.fsync_file(path)
 
 
 def sync_folder(path: str) -> None:
-    """Makes the names in a file's folder durable; Windows does it by itself."""
-    if sys.platform == "win32":
-        return
-    fd = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
+    """Makes the names in a file's folder durable."""
+    fsutil.fsync_dir(os.path.dirname(os.path.abspath(path)))

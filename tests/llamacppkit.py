@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import serverkit
 
-llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install kvstore[llama-cpp]")
+llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: llama-kvstore[llama-cpp]")
 
 MODELS = ("llama", "qwen2vl", "deepseek2", "gemma3", "jamba", "lfm2", "mamba", pytest.param("smollm2", marks=pytest.mark.slow))
 WHOLE_ONLY = ("jamba", "lfm2", "mamba")

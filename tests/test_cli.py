@@ -243,7 +243,7 @@ def test_raw_states(run: Run, tmp_path: Path) -> None:
     assert slotfile.read(tmp_path / "out").tokens.tolist() == BASE
     for bad in ("[]", "[1.5]", '["a"]', "[[1]]", "none.json", f"[{1 << 40}]"):
         run("put", "kv.db", "raw", "--tokens", bad, code=errors.InvalidInputError.exit_code)
-    run("put", "kv.db", "none", code=errors.SlotFileError.exit_code)
+    run("put", "kv.db", "none", code=errors.StoreIOError.exit_code)
 
 
 def test_cut_short_file_is_remarked(run: Run, tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_rm(run: Run, filled: list[str]) -> None:
     run("rm", "kv.db", code=2)
     run("rm", "kv.db", filled[1], "--unused", code=2)
     assert run("rm", "kv.db", "--older", "1h").stdout == ""
-    assert set(run("rm", "kv.db", "--unused").stdout.split()) == set(filled[1:])
+    assert set(run("rm", "kv.db", "--unused", "--yes").stdout.split()) == set(filled[1:])
     assert data(run("ls", "kv.db", "--json")) == []
 
 
@@ -360,7 +360,7 @@ def test_rm_secure(run: Run, filled: list[str], tmp_path: Path) -> None:
     files = [p.read_bytes() for p in tmp_path.iterdir()]
     assert not any(b"not understood" in blob or b"alone" in blob for blob in files)
     run("verify", "kv.db")
-    run("rm", "kv.db", filled[0], "--children", "drop")
+    run("rm", "kv.db", filled[0], "--children", "drop", "--yes")
     assert data(run("gc", "kv.db", "--secure", "--json"))["wiped"] is True
     files = [p.read_bytes() for p in tmp_path.iterdir()]
     assert not any(b"the prefix" in blob or b"chat 0" in blob for blob in files)
@@ -421,13 +421,13 @@ def test_demo_and_serve_name_their_extra(run: Run, monkeypatch: pytest.MonkeyPat
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "kvstore[demo]" in run("demo", code=2).stderr
+    assert "llama-kvstore[demo]" in run("demo", code=2).stderr
 
     def missing(name: str) -> Any:
         raise ModuleNotFoundError("No module named 'httpx'", name="httpx")
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    assert "kvstore[proxy]" in run("serve", code=2).stderr
+    assert "llama-kvstore[proxy]" in run("serve", code=2).stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

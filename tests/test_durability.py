@@ -497,7 +497,7 @@ def test_a_folder_that_can_not_be_written_is_an_error(tmp_path: Path, request: p
     folder.mkdir(mode=0o755)
     readable_by_all(folder / "x")
     request.getfixturevalue("unprivileged")
-    with pytest.raises(kvstore.ReadOnlyError, match="can not be created") as caught:
+    with pytest.raises(kvstore.ReadOnlyError, match="cannot create") as caught:
         Store(folder / "kv.store")
     assert "folder that you can write" in caught.value.hint
     assert list(folder.iterdir()) == []

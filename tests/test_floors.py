@@ -12,7 +12,8 @@ import kvstore
 ROOT = Path(kvstore.__file__).parent
 FLOORS: list[set[str]] = [
     # facts: errors, records, what the C code and a file's header look like
-    {"errors", "header", "native", "native.build", "records"},
+    {"errors", "fsutil", "header", "native", "native.build", "printable", "records",
+     "units"},
     # formats and single resources, each by itself
     {"arguments", "bkvd", "db", "hashing", "layout", "layout_cells", "layout_convert", "layout_crop", "layout_parse",
      "layout_types", "lru", "meta", "policy", "slotfile", "wal"},
@@ -27,8 +28,9 @@ FLOORS: list[set[str]] = [
     # its users
     {"cli", "engines"},
 ]  # fmt: skip
-# What the users of the face may name beside its public names: where these are defined, and two that are shared with it.
-FACE = {"", "bkvd", "errors", "hashing", "layout", "meta", "operate", "records", "slotfile", "store", "upgrade"}
+# What the users of the face may name beside its public names: where these are defined, and the helpers that are shared with it.
+FACE = {"", "bkvd", "errors", "fsutil", "hashing", "layout", "meta", "operate", "printable", "records", "slotfile", "store",
+        "units", "upgrade"}
 ALONE = {"apsw": {"db"}, "xxhash": {"hashing"}, "cffi": {"native.build"}, "kvstore._native": {"bkvd"}}
 
 

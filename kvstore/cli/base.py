@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
 import sys
@@ -15,7 +16,8 @@ import click
 import numpy as np
 from click.shell_completion import CompletionItem
 
-from .. import Entry, InvalidInputError, KVStoreError, NotFoundError, Store, StoreIOError
+from .. import Entry, InvalidInputError, KVStoreError, NotFoundError, Store, StoreIOError, fsutil, units
+from ..printable import Formatter, json_text
 from . import screen
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -45,6 +47,8 @@ class Commands(click.Group):
         self, args: Sequence[str] | None = None, prog_name: str | None = None, *, standalone_mode: bool = True, **extra: Any
     ) -> Any:
         words = list(sys.argv[1:] if args is None else args)
+        if logging.lastResort is not None:
+            logging.lastResort.setFormatter(Formatter())
         code: int | None
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
@@ -59,7 +63,7 @@ class Commands(click.Group):
             if "--json" in words:
                 _report(True, {"code": "usage", "message": error.format_message()}, "", "")
             else:
-                error.show()
+                _show(error)
         except (click.Abort, KeyboardInterrupt):
             code = INTERRUPTED
             screen.note("interrupted")
@@ -79,13 +83,21 @@ class Commands(click.Group):
         sys.exit(code or 0)
 
 
+def _show(error: click.ClickException) -> None:
+    """As click shows its errors, but for what a terminal should not see."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if context is not None:
+        click.echo(f"{context.get_usage()}\nTry '{context.command_path} -h' for help.\n", err=True)
+    screen.note(f"Error: {error.format_message()}")
+
+
 def _report(as_json: bool, facts: dict[str, Any], message: str, hint: str) -> None:
     if as_json:
-        click.echo(json.dumps({"error": facts}, default=str), err=True)
+        click.echo(json_text({"error": facts}, indent=None), err=True)
         return
-    click.echo(f"kvstore: {message}", err=True)
+    screen.note(f"kvstore: {message}")
     if hint:
-        click.echo(f"hint: {hint}", err=True)
+        screen.note(f"hint: {hint}")
 
 
 def example(*lines: str) -> str:
@@ -121,7 +133,7 @@ def key_of(key_file: str | None) -> str | None:
     try:
         key = Path(key_file).read_text(encoding="utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"the key file {key_file} can not be read: {error}") from None
+        raise InvalidInputError(f"the key file {key_file} cannot be read: {error}") from None
     if not key:
         raise InvalidInputError(f"the key file {key_file} is empty")
     return key
@@ -138,7 +150,7 @@ def find(store: Store, wanted: Sequence[str]) -> list[Entry]:
     prefixes = [w.lower() for w in wanted]
     for text in prefixes:
         if not re.fullmatch("[0-9a-f]{1,16}", text):
-            raise InvalidInputError(f"{text!r} is no id", hint="ids are 1 to 16 hex digits: see `kvstore ls`")
+            raise InvalidInputError(f"{text!r} is not an id", hint="ids are 1 to 16 hex digits: see `kvstore ls`")
     short = {p for p in prefixes if len(p) < 16}
     matches: dict[str, list[Entry]] = {p: [] for p in prefixes}
     if short:
@@ -176,20 +188,68 @@ def id_width(entries: Sequence[Entry]) -> int:
 
 
 class Duration(click.ParamType[int]):
-    """Seconds, or a number with s, m, h or d; "never" is 0."""
+    """A whole number with a unit, in seconds; "never" is 0. A number alone could mean days as well as seconds."""
 
     name = "duration"
-    _units = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+    def __init__(self, never: bool = False) -> None:
+        self._never = never
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        if value == "never":
+        if value == "never" and self._never:
             return 0
-        match = re.fullmatch(r"(\d+)([smhdw]?)", value)
-        if not match or int(match[1]) == 0:
-            self.fail(f"{value!r} is no duration: give 90s, 15m, 12h, 7d, or never", param, ctx)
-        return int(match[1]) * self._units[match[2]]
+        try:
+            found = units.seconds(value)
+        except InvalidInputError as error:
+            self.fail(str(error), param, ctx)
+        if found < 1 or not value.strip()[0].isdecimal() or "." in value or "e" in value.lower():
+            self.fail(f"{value!r} is not a duration: give a whole number from 1, such as {units.DURATIONS}", param, ctx)
+        return int(found)
+
+
+class Number(click.ParamType[float]):
+    """A number that may have a unit: of seconds, or of MiB."""
+
+    def __init__(self, name: str, parse: Callable[[str], float], low: float = 0, high: float = float("inf")) -> None:
+        self.name, self._parse, self._low, self._high = name, parse, low, high
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, int | float):
+            return value
+        try:
+            found = self._parse(value)
+        except InvalidInputError as error:
+            self.fail(str(error), param, ctx)
+        if not self._low <= found <= self._high:
+            most = "" if self._high == float("inf") else f" and at most {self._high:g}"
+            self.fail(f"{value!r} is out of range: give at least {self._low:g}{most}", param, ctx)
+        return found
+
+
+def size(low: float = 0, high: float = float("inf")) -> Number:
+    """MiB, where there is no unit."""
+    return Number("size", units.mib, low, high)
+
+
+def seconds(low: float = 0) -> Number:
+    """Seconds, where there is no unit."""
+    return Number("duration", lambda text: units.seconds(text, bare=1), low)
+
+
+yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+
+
+def confirm(yes: bool, what: str) -> None:
+    """Goes on with --yes, or where the user agrees. Where nobody can be asked it is an error of usage; then nothing is done."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        usage(f"{what}: that needs --yes. Nothing was done")
+    if not click.confirm(f"{what}. Go on?", err=True):
+        screen.note("nothing was done")
+        raise click.exceptions.Exit(1)
 
 
 def tokens_of(text: str) -> Any:
@@ -206,6 +266,14 @@ def tokens_of(text: str) -> Any:
 
 def usage(message: str) -> NoReturn:
     raise click.UsageError(message, click.get_current_context())
+
+
+def missing(path: str) -> StoreIOError:
+    return StoreIOError(f"{path} does not exist", path=path, hint="check the path")
+
+
+def is_stdout(path: str) -> bool:
+    return path == "-" or fsutil.descriptor_of(path) == 1
 
 
 def binary_stdout() -> Any:

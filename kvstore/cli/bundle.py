@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import io
 import json
+import lzma
 import os
 import tarfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -84,10 +86,11 @@ def to_folder(folder: Path, items: Iterable[Exported]) -> int:
 
 
 class _Pieces(io.RawIOBase):
-    """Reads pieces of bytes one after another."""
+    """Reads pieces of bytes one after another, then what a stream has."""
 
-    def __init__(self, pieces: list[bytes | memoryview]) -> None:
+    def __init__(self, pieces: list[bytes | memoryview], rest: Any = None) -> None:
         self._left = [memoryview(p).cast("B") for p in pieces]
+        self._rest = rest
 
     def readable(self) -> bool:
         return True
@@ -96,14 +99,19 @@ class _Pieces(io.RawIOBase):
         while self._left and not self._left[0]:
             self._left.pop(0)
         if not self._left:
-            return 0
+            return 0 if self._rest is None else int(self._rest.readinto(buffer) or 0)
         n = min(len(buffer), len(self._left[0]))
         buffer[:n] = self._left[0][:n]
         self._left[0] = self._left[0][n:]
         return n
 
 
-def to_tar(out: BinaryIO, items: Iterable[Exported]) -> int:
+def joined(start: bytes, rest: Any) -> BinaryIO:
+    """A stream of which the start has been read already."""
+    return io.BufferedReader(_Pieces([start] if start else [], rest), 1 << 20)
+
+
+def to_tar(out: Any, items: Iterable[Exported]) -> int:
     """Writes an archive to a stream. Gives the number of entries."""
     n = 0
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as archive:
@@ -186,20 +194,27 @@ def of_folder(path: Path) -> Exported | SlotFile:
     return build(parts)
 
 
-def of_tar(stream: BinaryIO, seen: Callable[[int], None]) -> Iterator[tuple[str, Exported | KVStoreError]]:
+def of_tar(
+    source: str, stream: BinaryIO, seen: Callable[[int], None]
+) -> Iterator[tuple[str, Exported | KVStoreError]]:
     """(name, entry or why it is none) of an archive, one entry in memory at a time; `seen` counts the bytes."""
     parts: dict[str, Any] = {}
     stem = ""
+    n_members = n_parts = 0
+    if not stream.peek(1):  # type: ignore[attr-defined]
+        raise SlotFileError(f"{source} is empty", hint="give an export or a slot file")
     try:
         with tarfile.open(fileobj=stream, mode="r|*") as archive:
             for member in archive:
+                n_members += 1
                 name, suffix = os.path.splitext(os.path.basename(member.name))
-                source = archive.extractfile(member) if member.isreg() else None
-                if source is None or suffix not in SUFFIXES:
+                file = archive.extractfile(member) if member.isreg() else None
+                if file is None or suffix not in SUFFIXES:
                     continue
+                n_parts += 1
                 if name != stem:
                     stem, parts = name, {}
-                parts[suffix] = _all_of(source, member)
+                parts[suffix] = _all_of(file, member)
                 seen(member.size)
                 if suffix == ".bin":
                     try:
@@ -207,10 +222,21 @@ def of_tar(stream: BinaryIO, seen: Callable[[int], None]) -> Iterator[tuple[str,
                     except KVStoreError as error:
                         yield name, error
                     parts = {}
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise SlotFileError(f"the archive can not be read to its end: {error}", hint="export it again") from error
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, KVStoreError):
+            raise
+        if not n_members:
+            raise SlotFileError(
+                f"{source} is neither an export nor a slot file",
+                hint="give what `kvstore export` wrote, or what llama-server saved",
+            ) from error
+        raise SlotFileError(
+            f"the archive {source} cannot be read to its end: {error}", hint="copy it, or export it, again"
+        ) from error
+    if n_members and not n_parts:
+        raise SlotFileError(f"the archive {source} holds no export", hint="give what `kvstore export` wrote")
     if parts:
-        raise SlotFileError("the archive ends inside an entry", hint="export it again")
+        raise SlotFileError(f"the archive {source} ends inside an entry", hint="copy it, or export it, again")
 
 
 def _all_of(source: Any, member: tarfile.TarInfo) -> Any:

@@ -54,13 +54,13 @@ def verify(store: str, key_file: str | None, as_json: bool, jobs: int) -> int:
 @click.command(epilog=base.example("kvstore repair cache.db", "kvstore repair cache.db --salvage new.db"))
 @base.common
 @_jobs
-@click.option("--yes", is_flag=True, help="Do it; without this it is only said.")
+@click.option("--yes", is_flag=True, help="Apply (default: only show what would be done).")
 @click.option("--salvage", "new", type=click.Path(), metavar="NEW",
               help="Copy every readable entry to the new file NEW; STORE stays as it is.")
 def repair(store: str, key_file: str | None, as_json: bool, jobs: int, yes: bool, new: str | None) -> int:
     """Drop what cannot be served, and nothing else.
 
-    Without --yes it only says what that is.
+    Without --yes it only shows what that is.
     """
     if new is not None:
         return _salvage(store, key_file, as_json, new)
@@ -111,10 +111,13 @@ def _salvage(store: str, key_file: str | None, as_json: bool, new: str) -> int:
 @click.command(epilog=base.example("kvstore migrate cache.db --dry-run"))
 @base.common
 @click.option("--dry-run", is_flag=True, help="Only say what would happen.")
-@click.option("--no-backup", is_flag=True, help="Do not keep the old file.")
-def migrate(store: str, key_file: str | None, as_json: bool, dry_run: bool, no_backup: bool) -> None:
+@click.option("--no-backup", is_flag=True, help="Do not keep the old file; asks first.")
+@base.yes_option
+def migrate(store: str, key_file: str | None, as_json: bool, dry_run: bool, no_backup: bool, yes: bool) -> None:
     """Upgrade STORE to the schema of this version. Opening it does the same; the old file stays beside it."""
     key = base.key_of(key_file)
+    if no_backup and not dry_run and not yes and upgrade.dry_run(store, key=key).steps:
+        base.confirm(yes, f"{store} would be upgraded, and the old file not be kept")
     if dry_run:
         plan = upgrade.dry_run(store, key=key)
         if as_json:

@@ -11,17 +11,18 @@ from . import base, screen
 from .look import family_of
 
 
-@click.command(epilog=base.example("kvstore rm cache.db 3f2a 77b0", "kvstore rm cache.db --unused --dry-run"))
+@click.command(epilog=base.example("kvstore rm cache.db 3f2a 77b0", "kvstore rm cache.db --older 30d --dry-run"))
 @base.common
 @click.argument("ids", nargs=-1, shell_complete=base.complete_id)
 @click.option("--family", help="All entries of this family.")
-@click.option("--unused", is_flag=True, help="All entries that never served.")
-@click.option("--older", type=base.Duration(), help="All entries not used for this long: 12h, 30d.")
+@click.option("--unused", is_flag=True, help="All entries never restored.")
+@click.option("--older", type=base.Duration(), help="All entries not used for this long: 12h, 30d (s, min, h, d, w).")
 @click.option("--class", "entry_class", type=click.Choice(["normal", "learned", "pinned"]), help="Of these, this class.")
 @click.option("--children", type=click.Choice(["keep", "drop"]),
               help="What becomes of entries stored against one that goes: keep rebuilds them whole.")
 @click.option("--secure", is_flag=True, help="Leave no byte of them in the file: it is written anew.")
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
+@base.yes_option
 def rm(
     store: str,
     key_file: str | None,
@@ -34,12 +35,14 @@ def rm(
     children: str | None,
     secure: bool,
     dry_run: bool,
+    yes: bool,
 ) -> None:
     """Remove entries.
 
-    Those of IDS, or those that the options choose: learned and pinned ones only by id or --class.
+    Those of IDS, or those that the options choose: learned and pinned ones only by id or --class. Asks before it removes
+    more than one; without a terminal that needs --yes.
     """
-    chosen = family is not None or unused or older or entry_class is not None
+    chosen = family is not None or unused or older is not None or entry_class is not None
     if bool(ids) == bool(chosen):
         base.usage("give ids, or options that choose entries, not both" if ids else "give ids, or options that choose entries")
     with base.open_store(store, key_file, readonly=dry_run) as opened:
@@ -48,9 +51,9 @@ def rm(
             gone = base.find(opened, ids)
         else:
             number = family_of(family)
-            gone = [e for e in entries if _chosen(e, number, unused, older or None, entry_class)]
+            gone = [e for e in entries if _chosen(e, number, unused, older, entry_class)]
         going = {e.id for e in gone}
-        orphans = [e for e in entries if e.parent in going and e.id not in going]
+        orphans = _stored_against(entries, going)
         if orphans and children is None:
             names = ", ".join(sorted(e.hex_id for e in orphans)[:5])
             base.usage(
@@ -59,9 +62,11 @@ def rm(
             )
         removed = [e.hex_id for e in gone] + ([e.hex_id for e in orphans] if children == "drop" else [])
         if not dry_run:
+            if len(removed) > 1:
+                base.confirm(yes, f"{len(removed):,} entries of {store} would be removed")
             removed = []
-            # Children before parents: none is rebuilt that goes as well.
-            for entry in sorted(gone, key=lambda e: e.parent is None):
+            # Children before parents, which have fewer tokens: none is rebuilt that goes as well.
+            for entry in sorted(gone, key=lambda e: -e.n_tokens):
                 removed += [f"{id:016x}" for id in opened.delete(entry.id, children=children or "drop")]
             if secure:
                 operate.wipe(opened)
@@ -71,6 +76,16 @@ def rm(
         for text in removed:
             click.echo(text)
         screen.note(f"{screen.plural(len(removed), 'entry', 'entries')} {'would be ' if dry_run else ''}removed")
+
+
+def _stored_against(entries: list[Entry], going: set[int]) -> list[Entry]:
+    """The entries that need one of those that go, at any depth: a parent has fewer tokens than its children."""
+    needs, found = set(going), []
+    for e in sorted(entries, key=lambda e: e.n_tokens):
+        if e.parent in needs and e.id not in needs:
+            needs.add(e.id)
+            found.append(e)
+    return found
 
 
 def _chosen(e: Entry, family: int | None, unused: bool, older: int | None, entry_class: str | None) -> bool:
@@ -86,7 +101,7 @@ def _chosen(e: Entry, family: int | None, unused: bool, older: int | None, entry
 @base.common
 @click.argument("ids", nargs=-1, required=True, shell_complete=base.complete_id)
 @click.option("--class", "entry_class", type=click.Choice(["normal", "learned", "pinned"]))
-@click.option("--ttl", type=base.Duration(), help="Expires after this from now: 90s, 15m, 12h, 7d, or never.")
+@click.option("--ttl", type=base.Duration(never=True), help="Expires after this from now: 90s, 15min, 12h, 7d, or never.")
 def set_(
     store: str, key_file: str | None, as_json: bool, ids: tuple[str, ...], entry_class: Any, ttl: int | None
 ) -> None:
@@ -114,8 +129,8 @@ def set_(
 @click.option("--n-tokens", type=click.IntRange(1), help="How many of its tokens; without it all.")
 @click.option("--tokens", help="The prefix itself: a JSON list, or a file with one.")
 @click.option("--fingerprint", default=None, help="With --tokens: of the entries to look among.")
-@click.option("--min-saved", type=click.FloatRange(0), default=16.0, show_default=True,
-              help="Share where it saves so many MiB.")
+@click.option("--min-saved", type=base.size(), default=16.0, show_default=True,
+              help="Share where it saves this much: 16 (MiB), 512K, 1G.")
 def learn(
     store: str,
     key_file: str | None,

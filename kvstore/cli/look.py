@@ -35,19 +35,20 @@ def family_of(text: str | None) -> int | None:
     try:
         return int(text, 16)
     except ValueError:
-        base.usage(f"{text!r} is no family: give its 16 hex digits")
+        base.usage(f"{text!r} is not a family: give its 16 hex digits")
 
 
 @click.command(epilog=base.example("kvstore ls cache.db --sort size", "kvstore ls cache.db --watch"))
 @base.common
 @click.option("--class", "entry_class", type=click.Choice(["normal", "learned", "pinned"]), help="Only this class.")
 @click.option("--family", help="Only this family (16 hex digits).")
-@click.option("--unused", is_flag=True, help="Only entries that never served.")
+@click.option("--unused", is_flag=True, help="Only entries never restored.")
 @click.option("--sort", type=click.Choice(list(SORTS)), default="used", show_default=True)
-@click.option("-n", "--limit", type=click.IntRange(1), help="At most so many.")
+@click.option("-n", "--limit", type=click.IntRange(1), help="Show at most this many entries.")
 @click.option("--full-ids", is_flag=True, help="All 16 digits, as in a pipe.")
 @click.option("--watch", is_flag=True, help="Follow a store in use, until Ctrl-C.")
-@click.option("--every", type=click.FloatRange(0.05), default=1.0, show_default=True, help="Seconds between looks.")
+@click.option("--every", type=base.seconds(0.05), default=1.0, show_default=True,
+              help="Time between looks: 2 (seconds), 500ms, 1min.")
 def ls(
     store: str,
     key_file: str | None,

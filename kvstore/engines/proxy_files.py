@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .. import slotfile
+from .. import fsutil, slotfile
 from ..errors import SlotFileError
 
 # Process id, which use of it, and at random.
@@ -100,17 +100,7 @@ class SlotFiles:
         name = self._new_name()
         temporary, path = self.folder / f".{name}.tmp", self.folder / f"{name}.bin"
         head = slotfile.head_bytes(file.kind, file.version, file.tokens, file.packed, file.media, file.padding)
-        try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
-            try:
-                for part in (head, file.state.data):
-                    left = memoryview(part)
-                    while left:
-                        left = left[os.write(fd, left) :]
-            finally:
-                os.close(fd)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with fsutil.atomic_write(path, sync=False, temporary=os.fspath(temporary)) as out:
+            out.write(head)
+            out.write(file.state.data)
         return path

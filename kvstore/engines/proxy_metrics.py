@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..meta import clean_excerpt
+from ..printable import printable
 from ..records import Stats
 
 RECENT = 50
@@ -77,8 +79,9 @@ class Metrics:
     def as_dict(self, *, private: bool) -> dict[str, Any]:
         """JSON-ready; excerpts only where `private`."""
         recent = [asdict(r) for r in self.recent]
-        for r in () if private else recent:
-            r["excerpt"] = None
+        for r in recent:
+            r["excerpt"] = printable(clean_excerpt(r["excerpt"])) if private else None
+            r["path"] = printable(r["path"])
         return {
             "uptime_seconds": round(time.time() - self.started, 1),
             "hit_rate": round(self.hit_rate, 4),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..meta import clean_excerpt
+from ..printable import printable
 from ..records import Entry
 
 SHOWN = 2000
@@ -16,8 +18,7 @@ def tree(entries: Iterable[Entry], *, private: bool) -> list[dict[str, Any]]:
     parents: dict[int, int | None] = {}
     for entry in entries:
         node = entry.as_dict()
-        if not private:
-            node["excerpt"] = None
+        node["excerpt"] = printable(clean_excerpt(entry.excerpt)) if private else None
         nodes[entry.id] = {**node, "children": []}
         parents[entry.id] = entry.parent
         if len(nodes) >= SHOWN:
@@ -75,9 +76,12 @@ td.text { max-width: 22rem; overflow: hidden; text-overflow: ellipsis; }
 <th>Hits</th><th>Last used</th><th class="text">Starts with</th></tr></thead><tbody id="tree"></tbody></table></div>
 <p id="hidden" class="dim" hidden>Texts are shown where the proxy has an API key.</p>
 <script>
+// What would turn a line around, or break it: control and format characters, lone surrogates, separators.
+const UNSAFE = /[\\p{Cc}\\p{Cf}\\p{Cs}\\p{Zl}\\p{Zp}]/gu;
+const clean = text => String(text).replace(UNSAFE, "\\ufffd");
 const el = (tag, text, cls) => {
   const e = document.createElement(tag);
-  if (text !== undefined && text !== null) e.textContent = text;
+  if (text !== undefined && text !== null) e.textContent = clean(text);
   if (cls) e.className = cls;
   return e;
 };
@@ -89,7 +93,10 @@ const bytes = n => {
 };
 const count = n => Math.round(n).toLocaleString("en");
 const duration = s => s < 60 ? s.toFixed(1) + " s" : s < 5400 ? (s / 60).toFixed(1) + " min" : (s / 3600).toFixed(1) + " h";
-const ago = at => duration(Math.max(0, Date.now() / 1000 - at)) + " ago";
+const ago = at => {
+  const seconds = Date.now() / 1000 - at;
+  return seconds < -60 ? "in the future" : duration(Math.max(0, seconds)) + " ago";
+};
 const row = cells => { const tr = el("tr"); tr.append(...cells); return tr; };
 const none = (columns, text) => { const td = el("td", text, "dim"); td.colSpan = columns; return row([td]); };
 
@@ -143,8 +150,8 @@ async function load() {
   const state = document.getElementById("state");
   try {
     const s = await (await fetch("stats", {cache: "no-store"})).json();
-    document.getElementById("model").textContent = s.model ?? "";
-    state.textContent = s.caching ? "in front of " + s.upstream : "no caching: " + s.off;
+    document.getElementById("model").textContent = clean(s.model ?? "");
+    state.textContent = clean(s.caching ? "in front of " + s.upstream : "no caching: " + s.off);
     state.className = s.caching ? "dim" : "off";
     document.getElementById("hidden").hidden = s.private;
     document.getElementById("figures").replaceChildren(...figures(s));
