@@ -117,7 +117,8 @@ def translate(error: apsw.Error, path: str, key: bool = False, connection: Conne
         if key:
             return WrongKeyError(f"the key does not open {path}", path=path, hint="give the key it was created with")
         return NotAStoreError(f"{path} is no kvstore: it is no SQLite database, or it is encrypted", path=path)
-    if isinstance(error, apsw.CorruptError):
+    cut_short = getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_SHORT_READ
+    if isinstance(error, apsw.CorruptError) or cut_short:
         return CorruptStoreError(f"{path} is damaged: {error}", path=path)
     if isinstance(error, apsw.ConstraintError | apsw.SQLError | apsw.MismatchError):
         return CorruptStoreError(f"{path} does not keep to the schema: {error}", path=path)

@@ -16,6 +16,7 @@ REMEDIES = {
     "totals": "count anew",
     "cuts": "find anew",
     "salvage": "none in place",
+    "retry": "none: verify again",
 }
 
 
