@@ -269,9 +269,12 @@ class Reader:
         return _within(words[first:], (1, MAX_CELLS), (0, _MAX_POS), (1, MAX_SEQ))
 
     def looks_like_recurrent(self, at: int, is_context: bool) -> bool:
-        """Whether a recurrent part starts at `at`: its first cells, and the layer count behind few of them."""
+        """Whether a recurrent part starts at `at`: its first cells, and the layer count behind few of them.
+
+        Only a context has several cells, and those have sequence ids: zeros are no such part.
+        """
         words = self._words(at, 17)
-        if not words or not 0 < words[0] <= MAX_SEQ:
+        if not words or not 0 < words[0] <= (MAX_SEQ if is_context else 1):
             return False
         i = 1
         for _ in range(words[0]):

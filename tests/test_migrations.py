@@ -438,15 +438,15 @@ def test_a_process_that_uses_the_old_file(path: Path, mode: str, how: str) -> No
 
 def test_one_of_many_upgrades(path: Path, crash_free: Callable[[Callable[[], None]], threading.Thread]) -> None:
     expected = legacykit.odd(path, 10)
-    script = "import sys; from kvstore import upgrade; print(upgrade.upgrade(sys.argv[1]) is not None)"
+    script = "import sys; from kvstore import upgrade; print(upgrade.upgrade(sys.argv[1], timeout=240) is not None)"
     children = [
         subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True) for _ in range(4)
     ]
     reports: list[bool] = []
-    threads = [crash_free(lambda: reports.append(upgrade.upgrade(path) is not None)) for _ in range(2)]
+    threads = [crash_free(lambda: reports.append(upgrade.upgrade(path, timeout=240) is not None)) for _ in range(2)]
     for thread in threads:
-        thread.join(60)
-    out = [child.communicate(timeout=60)[0].strip() for child in children]
+        thread.join(240)
+    out = [child.communicate(timeout=240)[0].strip() for child in children]
     assert [child.returncode for child in children] == [0] * 4
     assert out.count("True") + reports.count(True) == 1
     legacykit.check(path, expected)

@@ -123,7 +123,7 @@ def test_completions(pair: tuple[LlamaServer, str], path: str, form: str) -> Non
     for slot in range(2):
         server.slot_erase(slot)
     if form == "stream":
-        response = httpx.post(url + path, json={**body, "stream": True}, timeout=60)
+        response = httpx.post(url + path, json={**body, "stream": True}, timeout=240)
         assert response.headers["content-type"].startswith("text/event-stream")
         events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
         timings = events[-1]["timings"]
@@ -294,7 +294,7 @@ def test_server_that_dies_in_the_middle_of_an_answer(tmp_path: Path) -> None:
         chat.ask()
         wait_saved(url)
         body = {"prompt": "Once upon a time ", "n_predict": 3000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", url + "/completion", json=body, timeout=20) as response:
+        with httpx.stream("POST", url + "/completion", json=body, timeout=240) as response:
             chunks = response.iter_bytes()
             next(chunks)
             proxykit.restart(server)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import storekit
+from workkit import wait_for
 
 from kvstore import Store, db, upkeep
 from kvstore.upgrade import schema_sql
@@ -196,9 +196,9 @@ def test_odd_deletions(path: Path, filled: dict[str, int], name: str, swept: boo
     monkeypatch.setattr(upkeep, "TICK_SECONDS", 0.02 if swept else 1000)
     with Store(path, fingerprint="model-a", cache_ram_mib=0) as store:
         if swept:
-            ends = time.monotonic() + 10
-            while store._upkeep is not None and not store._upkeep._swept and time.monotonic() < ends:
-                time.sleep(0.01)
+            upkeep_thread = store._upkeep
+            assert upkeep_thread is not None
+            wait_for(lambda: upkeep_thread._swept)
         for entry in filled:
             saved = store.get(filled[entry])
             if entry in gone:

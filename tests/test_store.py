@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import xxhash
 from storekit import STATES, dump, noise, real, recurrent_state, state
+from workkit import wait_for
 
 import kvstore
 from kvstore import LayoutError, NotFoundError, Store, layout
@@ -537,9 +538,7 @@ def test_gc_removes_what_expired(store: Store, clock: Callable[[float], None]) -
 
 def test_expiry_comes_without_anyone_asking(store: Store) -> None:
     put(store, PREFIX, ttl=1)
-    deadline = time.monotonic() + 20
-    while store.stats().entries["normal"] and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: not store.stats().entries["normal"])
     assert store.stats().entries["normal"] == 0
     assert store.stats().evictions == {"expired": 1}
 
