@@ -18,6 +18,10 @@ import serverkit
 from kvstore.engines import proxy
 from kvstore.engines.llama_server import LlamaServer
 
+# httpx gives up after 5 seconds where it is not told: too few for a busy machine.
+for _phase in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _phase, 240.0)
+
 SYSTEM = "You are the assistant of a small house. Be kind to all, and answer in few and short words. " * 4
 QUESTIONS = ("Tell me of the kettle in the kitchen, please. " * 3, "And then?", "Thank you.", "Why?", "Good bye.")
 
