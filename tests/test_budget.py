@@ -204,12 +204,16 @@ def test_gc_gives_free_space_back(open_store: Opener, path: Path) -> None:
     assert store.verify() == []
 
 
-def test_the_space_of_expired_entries_comes_back_by_itself(open_store: Opener, path: Path) -> None:
+def test_the_space_of_expired_entries_comes_back_by_itself(
+    open_store: Opener, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store()
     kept = store.put([1], noise(1, MIB))
     for n in range(15):
-        store.put([n, 1], noise(n, MIB), ttl=1)
+        store.put([n, 1], noise(n, MIB), ttl=1000)
     assert file_bytes(path) > 15 * MIB
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 1001)
     deadline = time.monotonic() + 240
     while file_bytes(path) > 5 * MIB and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -132,13 +132,13 @@ def test_processes_and_threads_share_a_file(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_and_threads_share_a_file_for_a_minute(path: Path) -> None:
-    stressed(path, 3000, MIXED)
+def test_processes_and_threads_share_a_file_for_long(path: Path) -> None:
+    stressed(path, 1500, MIXED)
 
 
 @pytest.mark.slow
 def test_processes_and_threads_share_a_file_with_a_budget(path: Path) -> None:
-    stressed(path, 1000, [{**options, "cache_disk_mib": 16} for options in MIXED])
+    stressed(path, 500, [{**options, "cache_disk_mib": 16} for options in MIXED])
 
 
 # -- threads of one store
