@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .records import Bytes, Section
+from .records import Bytes, Section, Stream
 
 Blob: TypeAlias = Any  # bytes, memoryview, mmap, numpy array: anything with a C-contiguous buffer
 
@@ -26,6 +26,8 @@ MAX_ELEMENT = 16
 MAX_EMBD = 1 << 20
 MAX_CELLS = 1 << 24  # bounds the time of a parse; the largest contexts have 2^20
 MAX_MIXED_CELLS = 1 << 20  # the same for tables that have to be walked cell by cell
+_MAX_POS = (1 << 31) - 1
+MAX_TYPE = 255  # of a tensor header that is not understood; ggml has some forty types
 MAX_TENSORS = 1 << 18  # headers read for all candidates of one state; real ones need some hundreds
 
 # ggml type id -> bytes of one block (a row is a whole number of them), from ggml's type traits.
@@ -199,11 +201,15 @@ class Reader:
             extra[:, i] = self.data[offsets + i]
         return Cells(np.frombuffer(positions, np.int32), extra, at, None)
 
-    def tensor(self, at: int, n_cells: int, *, is_v: bool, transposed: bool) -> Section:
-        """The tensor whose header is at `at`; it ends at `section_stop`."""
+    def count_tensor(self, at: int) -> None:
+        """Counts a tensor header that is read: hostile bytes could hold no end of them."""
         self._tensors += 1
         if self._tensors > MAX_TENSORS:
             raise Misfit("more tensors than any model has", at)
+
+    def tensor(self, at: int, n_cells: int, *, is_v: bool, transposed: bool) -> Section:
+        """The tensor whose header is at `at`; it ends at `section_stop`."""
+        self.count_tensor(at)
         if transposed:
             self.need(at, HEADER_BYTES, "a tensor header")
             kind, width, rows = _HEADER_T.unpack_from(self.view, at)
@@ -230,15 +236,65 @@ class Reader:
             raise Misfit(f"a tensor row of type {kind} has {row} bytes", at)
         return int(kind), int(row)
 
-    def opens_tensor(self, at: int, transposed: bool) -> bool:
-        """Whether the bytes at `at` can be the header of a tensor, complete or not."""
+    # What the bytes after a part look like. Where they end early, those that are there decide.
+
+    def looks_like_tensor(self, at: int) -> bool:
+        """Whether the 12 bytes at `at` can be the header of a tensor, by rows or transposed, of a known type or not."""
+        if self.left(at) < HEADER_BYTES:
+            return False
+        kind, row = _HEADER.unpack_from(self.view, at)
+        _, width, rows = _HEADER_T.unpack_from(self.view, at)
+        by_rows = 0 < row <= MAX_ROW
+        transposed = 0 < width <= MAX_ELEMENT and 0 < rows <= MAX_EMBD
+        return bool(0 <= kind <= MAX_TYPE and (by_rows or transposed))
+
+    def looks_like_v(self, streams: tuple[Stream, ...]) -> bool:
+        """Whether V follows the K that was read of a cache's streams: a tensor whose type or row is that of K."""
+        at = max(s.stop for s in streams if s.n_cells)
         if self.left(at) < HEADER_BYTES:
             return True
-        try:
-            self.tensor(at, 0, is_v=True, transposed=transposed)
-        except Misfit:
+        kind, row = _HEADER.unpack_from(self.view, at)
+        _, width, rows = _HEADER_T.unpack_from(self.view, at)
+        known = {(s.type, s.width) for stream in streams for s in stream.sections}
+        return any(kind == k or row == w or (width <= MAX_ELEMENT and width * rows == w) for k, w in known)
+
+    def looks_like_attention(self, at: int) -> bool:
+        """Whether an attention cache starts at `at`: its streams up to the first cell."""
+        words = self._words(at, 1 + MAX_STREAMS + 3)
+        if not words or not 0 < words[0] <= MAX_STREAMS:
             return False
-        return True
+        first = next((i for i, n_cell in enumerate(words[1 : 1 + words[0]], 1) if n_cell), None)
+        if first is None:
+            return len(words) <= words[0]  # else it is a whole cache without cells
+        return _within(words[first:], (1, MAX_CELLS), (0, _MAX_POS), (1, MAX_SEQ))
+
+    def looks_like_recurrent(self, at: int, is_context: bool) -> bool:
+        """Whether a recurrent part starts at `at`: its first cells, and the layer count behind few of them.
+
+        Only a context has several cells, and those have sequence ids: zeros are no such part.
+        """
+        words = self._words(at, 17)
+        if not words or not 0 < words[0] <= (MAX_SEQ if is_context else 1):
+            return False
+        i = 1
+        for _ in range(words[0]):
+            cell = words[i : i + 2]
+            if not _within(cell, (0, _MAX_POS), (1, MAX_SEQ) if is_context else (0, 0)):
+                return False
+            if len(cell) < 2:
+                return True
+            i += 2 + cell[1]
+        return _within(words[i:], (0, 0), (1, MAX_LAYERS))
+
+    def _words(self, at: int, n: int) -> list[int]:
+        """At most `n` words from `at` on, as many as are whole."""
+        n = min(n, max(0, self.left(at)) // 4)
+        return list(struct.unpack_from(f"<{n}I", self.view, at))
+
+
+def _within(words: list[int], *bounds: tuple[int, int]) -> bool:
+    """Whether each word is within its bounds; words without bounds, and bounds without a word, do not count."""
+    return all(low <= word <= high for word, (low, high) in zip(words, bounds, strict=False))
 
 
 def section_stop(section: Section, n_cells: int) -> int:

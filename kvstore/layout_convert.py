@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import LayoutError, SlotFileError
-from .layout_cells import PLAIN_BYTES, Blob, as_bytes
-from .layout_crop import Piece, Writer, assemble, kept_runs
+from .layout_cells import MAX_SEQ, PLAIN_BYTES, Blob, as_bytes
+from .layout_crop import Piece, Writer, assemble, kept_runs, places_of
 from .layout_parse import CHECKPOINT_MAGIC, CHECKPOINT_VERSION, HEADER_MAGIC, parse
 from .layout_types import AttentionPart, Layout, Part
 from .records import Bytes, Section, Stream, Tokens
@@ -52,8 +52,11 @@ def convert(
             raise LayoutError(f"{name} holds bytes that are not understood")
     if slot is None:
         slot = _slot_of(target) if isinstance(like, Layout) else _sequence_id(as_bytes(like), target)
+    elif not 0 <= slot < MAX_SEQ:
+        raise LayoutError(f"slot is {slot}, 0 to {MAX_SEQ - 1} expected")
     ids = _tokens(data, layout, tokens)
     rewrite = _Rewrite(target, slot, ids)
+    parts = rewrite.parts(data, layout.parts, target.parts)
     appendix: list[Piece] = []
     if _reads_checkpoints(target) if checkpoints is None else checkpoints:
         if layout.checkpoints:
@@ -63,7 +66,7 @@ def convert(
     return assemble(
         [
             *_head(data, layout, target, slot, ids),
-            *rewrite.parts(data, layout.parts, target.parts),
+            *parts,
             *appendix,
         ]
     )
@@ -270,7 +273,10 @@ def _checkpoints(data: Bytes, layout: Layout, rewrite: _Rewrite) -> list[Piece]:
         target: list[Piece] = []
         if len(blob):
             partial = parse(blob)
-            target = rewrite.parts(blob, partial.parts, rewrite.like.parts[-len(partial.parts) :])
+            places = places_of(partial.parts, layout.parts)
+            if places is None or partial.tail is not None:
+                raise LayoutError(f"the checkpoint at {c.n_tokens} tokens is no part of this state")
+            target = rewrite.parts(blob, partial.parts, tuple(rewrite.like.parts[i] for i in places))
         out.extend(_record(c.n_tokens, c.pos_min, c.pos_max, target, rewrite.slot))
     return out
 
@@ -280,12 +286,14 @@ def _new_checkpoint(data: Bytes, layout: Layout, rewrite: _Rewrite) -> list[Piec
 
     It holds the parts from the window on, as the server's own do, and like those has 0 for its first position.
     """
-    cells = []
-    for a, b in zip(layout.attention, rewrite.like.attention, strict=True):
-        assert a.data_stream is not None
-        cells.append(int(rewrite.window(a.data_stream, b).sum()))
-    first = next((i for i, n in enumerate(cells) if n < max(cells)), None)
-    if first is None or max(cells[first:]) == max(cells):
+    cells = {}  # of each attention cache, by its index among the parts
+    for i, (a, b) in enumerate(zip(layout.parts, rewrite.like.parts, strict=True)):
+        if isinstance(a, AttentionPart) and isinstance(b, AttentionPart):
+            assert a.data_stream is not None  # `_Rewrite.parts` has seen to it
+            cells[i] = int(rewrite.window(a.data_stream, b).sum())
+    full = max(cells.values(), default=0)
+    first = next((i for i, n in cells.items() if n < full), None)
+    if first is None or max(n for i, n in cells.items() if i >= first) == full:
         return []
     n_tokens = layout.n_positions if rewrite.tokens is None else len(rewrite.tokens)
     target = rewrite.parts(data, layout.parts[first:], rewrite.like.parts[first:])
@@ -306,7 +314,7 @@ def _rows_of(part: Part) -> tuple[object, ...]:
         stream = part.data_stream
         sections = () if stream is None else stream.sections
         return (part.n_layer, part.v_layers, *((s.type, s.rows * s.width, s.is_v) for s in sections))
-    return (part.n_layer, part.n_tensors, part.rows)
+    return (part.n_layer, part.n_tensors, part.rows, part.extra_row)
 
 
 def _column(values: npt.NDArray[np.signedinteger]) -> Bytes:

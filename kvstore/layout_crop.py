@@ -177,19 +177,41 @@ def _from_checkpoint(data: Bytes, layout: Layout, n: int) -> tuple[list[Piece], 
         partial = parse(target)
     except LayoutError as e:
         raise LayoutError(f"cannot cut to {n} tokens: the checkpoint there is not understood") from e
-    n_kept = len(layout.parts) - len(partial.parts)
-    if partial.checkpoints is not None or partial.tail is not None or n_kept < 0:
-        raise LayoutError(f"cannot cut to {n} tokens: the checkpoint there is no part of this state")
+    foreign = LayoutError(f"cannot cut to {n} tokens: the checkpoint there is no part of this state")
+    places = places_of(partial.parts, layout.parts)
+    if partial.checkpoints is not None or partial.tail is not None or places is None:
+        raise foreign
     limit = found.pos_max + 1
-    for old, new in zip(layout.parts[n_kept:], partial.parts, strict=True):
-        if _shape(old) != _shape(new) or new.max_pos >= limit:
-            raise LayoutError(f"cannot cut to {n} tokens: the checkpoint there is no part of this state")
+    replaced = dict(zip(places, partial.parts, strict=True))
     pieces: list[Piece] = []
-    for part in layout.parts[:n_kept]:
-        if not isinstance(part, AttentionPart) or not _can_cut(part, found):
+    for i, part in enumerate(layout.parts):
+        if i in replaced:
+            new = replaced[i]
+            if new.max_pos >= limit:
+                raise foreign
+            pieces.append(target[new.start : new.stop])
+        elif not isinstance(part, AttentionPart):
+            raise foreign
+        elif not _can_cut(part, found):
             raise LayoutError(f"cannot cut to {n} tokens: a cache lacks positions below {limit}")
-        pieces.extend(cut_part(data, part, limit))
-    return [*pieces, target[partial.state_at :]], bool(partial.attention)
+        else:
+            pieces.extend(cut_part(data, part, limit))
+    return pieces, bool(partial.attention)
+
+
+def places_of(partial: tuple[Part, ...], parts: tuple[Part, ...]) -> list[int] | None:
+    """Which of `parts` each part of a checkpoint stands for; None where one stands for none of them.
+
+    A checkpoint leaves out attention caches, of those that look alike the first: hence from the last part backwards.
+    """
+    places: list[int] = []
+    i = len(parts)
+    for part in reversed(partial):
+        i = next((k for k in range(i - 1, -1, -1) if _shape(parts[k]) == _shape(part)), -1)
+        if i < 0:
+            return None
+        places.append(i)
+    return places[::-1]
 
 
 def _can_cut(part: AttentionPart, at: Checkpoint) -> bool:
@@ -205,7 +227,7 @@ def _shape(part: Part) -> tuple[object, ...]:
     """What two states of one model have in common in a part."""
     if isinstance(part, AttentionPart):
         return (part.kind, part.n_stream, part.n_layer, part.k_row, part.rotation, part.v_layers, part.v_transposed)
-    return (part.kind, part.n_layer, part.n_tensors, part.rows)
+    return (part.kind, part.n_layer, part.n_tensors, part.rows, part.extra_row)
 
 
 def _why_not(layout: Layout, n: int) -> str:

@@ -6,10 +6,10 @@ Nothing in a state names its layout, so candidates are tried; the one that consu
     extra bytes a cell      0, 8, 12: one value for all caches of a state
     rotation words          absent, present: likewise
     V                       there, or (MLA, indexers: nothing marks it) not: cache by cache
-    next part               another attention cache, a recurrent state, the checkpoints, the end
+    next part               another attention cache, the recurrent state, the checkpoints, the end
 
 The forms without a stream count (before mid 2025) are tried when nothing else fits. After that, the candidate that
-leaves the shortest unknown tail is taken, unless the tail looks like a part that is cut short. Source: measured on the
+leaves the shortest unknown tail is taken, unless the tail starts as a part or a tensor does. Source: measured on the
 files of llama.cpp builds from February 2025 to October 2026.
 """
 
@@ -22,11 +22,8 @@ from dataclasses import dataclass
 
 from .errors import LayoutError, SlotFileError
 from .layout_cells import (
-    F32,
-    FLOATS,
-    HEADER_BYTES,
     MAX_LAYERS,
-    MAX_SEQ,
+    MAX_ROW,
     MAX_STREAMS,
     Blob,
     Misfit,
@@ -34,6 +31,7 @@ from .layout_cells import (
     as_bytes,
     section_stop,
 )
+from .layout_recurrent import read_recurrent
 from .layout_types import AttentionPart, Checkpoint, Envelope, Layout, Part, Range, RecurrentPart
 from .records import Bytes, Section, Stream
 from .slotfile import SESSION_MAGIC, SLOT_MAGIC, read_head
@@ -216,18 +214,18 @@ class _Grammar:
                     return None
                 if checkpoints is not None:
                     return _Found(parts, at, checkpoints)
-        if parts and isinstance(parts[-1], RecurrentPart):
-            self._keep_tail(at, parts)
-            return None
-        if len(parts) < _MAX_ATTENTION:
+        n_recurrent = sum(isinstance(p, RecurrentPart) for p in parts)
+        if len(parts) - n_recurrent < _MAX_ATTENTION:
             for attention in self._attention(at):
                 found = self._from(attention.stop, (*parts, attention))
                 if found is not None:
                     return found
-        for recurrent in self._recurrent(at, first=not parts):
-            found = self._from(recurrent.stop, (*parts, recurrent))
-            if found is not None:
-                return found
+        if n_recurrent == 0:
+            recurrent = self._recurrent(at, first=not parts)
+            if recurrent is not None:
+                found = self._from(recurrent.stop, (*parts, recurrent))
+                if found is not None:
+                    return found
         if parts:
             self._keep_tail(at, parts)
         return None
@@ -244,42 +242,53 @@ class _Grammar:
     # tails
 
     def _keep_tail(self, at: int, parts: tuple[Part, ...]) -> None:
+        """Keeps `parts` as the candidate's best reading, with what follows them as an unknown tail.
+
+        Not where that starts as a part, a tensor or the checkpoints do, or where one damaged word could have moved the
+        end of the last part.
+        """
         if self.tailed is not None and self.tailed.stop >= at:
             return
-        last = parts[-1]
-        if isinstance(last, AttentionPart):
-            if last.n_layer == 0:
-                return
-            if last.v_layers == 0 and self.reader.opens_tensor(at, last.v_transposed):
-                self._note(Misfit("V is cut short, or not what its header says", at))
-                return
-        elif self.reader.opens_tensor(at, False):
-            self._note(Misfit("a recurrent tensor is cut short, or not what its header says", at))
+        last, reader = parts[-1], self.reader
+        if isinstance(last, AttentionPart) and last.n_layer == 0:
             return
-        if at < self.reader.stop and self._looks_cut(at):
-            self._note(Misfit("what follows the last whole cache is cut short", at))
+        if not last.end_is_sure:
+            self._note(Misfit("nothing confirms the size of the last tensor", at))
+            return
+        if isinstance(last, AttentionPart) and last.v_layers == 0 and reader.looks_like_v(last.streams):
+            self._note(Misfit("V is cut short, or not what its header says", at))
+            return
+        if reader.looks_like_tensor(at):
+            self._note(Misfit("a tensor is cut short, or not what its header says", at))
+            return
+        if isinstance(last, RecurrentPart) and reader.left(at) >= 8 and 0 < reader.u64(at, "a row") <= MAX_ROW:
+            self._note(Misfit("a row without a type follows the last tensor", at))
+            return
+        if self._looks_cut(at):
+            self._note(Misfit("what follows the last whole part is cut short", at))
             return
         self.tailed = _Found(parts, at, None)
 
     def _looks_cut(self, at: int) -> bool:
-        """Whether a part, or the checkpoints, start at `at`: then they are damaged, not unknown."""
+        """Whether a part, or the checkpoints, start at `at`: then they are damaged, not unknown.
+
+        They may stand behind empty streams that the count of the last cache leaves out.
+        """
         reader = self.reader
-        if reader.left(at) >= 8 and reader.data[at : at + 4].tobytes() == CHECKPOINT_MAGIC:
-            return reader.u32(at + 4, "the checkpoints") == CHECKPOINT_VERSION
-        if reader.left(at) < 24:
-            return False
-        # One cell of either kind of part.
-        n_stream, n_cell, pos, n_seq = struct.unpack_from("<IIiI", reader.view, at)
-        if 0 < n_stream <= MAX_STREAMS and n_cell > 0 and pos >= 0 and n_seq == 1:
-            return True
-        n_cell, pos, n_seq, trans, n_layer = struct.unpack_from("<IiIII", reader.view, at)
-        return bool(n_cell == 1 and pos >= 0 and n_seq == 0 and trans == 0 and 0 < n_layer <= MAX_LAYERS)
+        for _ in range(MAX_STREAMS):
+            if reader.left(at) <= 4 or reader.u32(at, "an empty stream"):
+                break
+            at += 4
+        start = reader.data[at : min(at + 8, reader.stop)].tobytes()
+        if start[:4] == CHECKPOINT_MAGIC[: len(start)]:
+            return len(start) < 8 or reader.u32(at + 4, "the checkpoints") == CHECKPOINT_VERSION
+        return reader.looks_like_attention(at) or reader.looks_like_recurrent(at, self.shell.is_context)
 
     # parts
 
     def _attention(self, at: int) -> Iterator[AttentionPart]:
-        """The ways to read an attention cache at `at`: with V, then without."""
-        for has_v in (True, False):
+        """The ways to read an attention cache at `at`: with V, then without, which came after the stream count."""
+        for has_v in (True, False) if self.mode.streams else (True,):
             try:
                 part = self._read_attention(at, has_v)
             except Misfit as e:
@@ -355,71 +364,20 @@ class _Grammar:
         for is_v in (False, True) if has_v else (False,):
             for _ in range(n_layer):
                 section = reader.tensor(at, n_cell, is_v=is_v, transposed=is_v and v_trans == 1)
+                if sections and sections[-1].is_v == is_v and sections[-1].type != section.type:
+                    raise Misfit(f"tensors of types {sections[-1].type} and {section.type} in one cache", at)
                 sections.append(section)
                 at = section_stop(section, n_cell)
         stream = Stream(start, at, cells.pos, cells.ext, v_trans == 1, tuple(sections))
         return stream, cells.n_seq, (v_trans, n_layer, rotation)
 
-    def _recurrent(self, at: int, first: bool) -> Iterator[RecurrentPart]:
-        """The ways to read a recurrent state at `at`: as many R tensors of one size as S tensors of one size."""
+    def _recurrent(self, at: int, first: bool) -> RecurrentPart | None:
+        """The recurrent part at `at`, None where there is none."""
         try:
-            yield from self._read_recurrent(at, first)
+            return read_recurrent(self.reader, at, first=first, is_context=self.shell.is_context)
         except Misfit as e:
             self._note(e)
-
-    def _read_recurrent(self, at: int, first: bool) -> Iterator[RecurrentPart]:
-        reader, start = self.reader, at
-        n_cell = reader.u32(at, "the cell count")
-        if not 0 < n_cell <= MAX_SEQ:
-            raise Misfit(f"{n_cell} recurrent cells, 1 to {MAX_SEQ} expected", at)
-        pos, at = self._recurrent_cells(at + 4, n_cell)
-        if first and n_cell > 1 and pos == list(range(n_cell)) and not self.shell.is_context:
-            raise Misfit("a recurrent state with a cell for every position", at)
-        trans, n_layer = reader.words(at, "the layer count")
-        if trans:
-            raise Misfit(f"the word before a recurrent state's layers is {trans}, 0 expected", at)
-        if not 0 < n_layer <= MAX_LAYERS:
-            raise Misfit(f"{n_layer} recurrent layers, 1 to {MAX_LAYERS} expected", at + 4)
-        at += 8
-        rows: list[int] = []
-        stops: list[int] = []
-        try:
-            while len(rows) < 2 * n_layer and len(set(rows)) <= 2:
-                kind, row = reader.row_header(at)
-                # Alone, the same bytes with another type are an attention cache of early 2025.
-                if kind != F32 and (first or kind not in FLOATS):
-                    raise Misfit(f"a recurrent tensor of type {kind}", at)
-                reader.need(at + HEADER_BYTES, row * n_cell, "a tensor")
-                at += HEADER_BYTES + row * n_cell
-                rows.append(row)
-                stops.append(at)
-        except Misfit as e:
-            self._note(e)
-        for m in range(len(rows) // 2, 0, -1):
-            r, s = rows[0], rows[m]
-            if r + s and rows[: 2 * m] == [r] * m + [s] * m:
-                yield RecurrentPart(start, stops[2 * m - 1], (n_cell,), tuple(pos), n_layer, m, (r, s))
-
-    def _recurrent_cells(self, at: int, n_cell: int) -> tuple[list[int], int]:
-        """Positions and the offset after the table. A context's cells list sequence ids, each id once."""
-        reader, low = self.reader, 1 if self.shell.is_context else 0
-        positions = []
-        ids: set[int] = set()
-        for _ in range(n_cell):
-            pos, n_seq = reader.words(at, "the cell table")
-            if pos >> 31:
-                raise Misfit("a position is negative", at)
-            if not low <= n_seq <= low * MAX_SEQ:
-                raise Misfit(f"a recurrent cell has {n_seq} sequence ids", at)
-            reader.need(at + 8, 4 * n_seq, "the cell table")
-            for i in range(n_seq):
-                seq_id = reader.u32(at + 8 + 4 * i, "the cell table")
-                if seq_id >= MAX_SEQ or seq_id in ids:
-                    raise Misfit(f"a recurrent cell has sequence id {seq_id}", at)
-                ids.add(seq_id)
-            positions.append(pos)
-            at += 8 + 4 * n_seq
-        return positions, at
+            return None
 
     # checkpoints
 

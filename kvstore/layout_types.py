@@ -53,6 +53,15 @@ class AttentionPart:
         filled = [s for s in self.streams if s.n_cells]
         return filled[0] if len(filled) == 1 else None
 
+    @property
+    def end_is_sure(self) -> bool:
+        """Whether another tensor confirms the size of the last one, which is where the cache ends."""
+        sections = next((s.sections for s in self.streams if s.n_cells), ())
+        if not sections:
+            return True
+        *others, last = sections
+        return any(s.rows * s.width == last.rows * last.width for s in others if s.is_v == last.is_v or self.n_layer == 1)
+
     def holds_all(self, n: int) -> bool:
         """Whether the positions below `n` are there, each once, in one stream."""
         stream = self.data_stream
@@ -85,7 +94,8 @@ class AttentionPart:
 class RecurrentPart:
     """The state of the recurrent layers: one cell a sequence. `n_layer` counts all layers of the model.
 
-    `rows` are the bytes of an R and of an S row (S may be 0), `n_tensors` how many of each there are.
+    `rows` are the bytes of an R and of an S row (S may be 0), `n_tensors` how many of each there are. `extra_row` is
+    the index of the R tensor that one more row follows, and the bytes of that row; None where there is none.
     """
 
     start: int
@@ -95,11 +105,17 @@ class RecurrentPart:
     n_layer: int
     n_tensors: int
     rows: tuple[int, int]
+    extra_row: tuple[int, int] | None = None
     kind: Literal["recurrent"] = "recurrent"
 
     @property
     def max_pos(self) -> int:
         return max(self.pos, default=-1)
+
+    @property
+    def end_is_sure(self) -> bool:
+        """Whether another tensor confirms the size of the last one, which is where the part ends."""
+        return self.n_tensors > 1
 
     def as_dict(self) -> dict[str, Any]:
         return {

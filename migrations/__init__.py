@@ -1,57 +1,77 @@
 """The steps from each schema version to the next, and how they are run.
 
+The step to version N is the folder `vN` here, whose `STEP` says what it does; it is found by its name, so a new version
+adds a folder and changes nothing else. A step is frozen when it is released: it brings its own schema and helpers, since
+what the rest of kvstore does for the newest version may change (tests/test_migrations_frozen.py lists what it may import).
+
 A step that rebuilds writes a new file beside the old one (see `files`); the others change the file in place, after a copy.
 Each commits together with its version number, so a process killed at any moment leaves a store that is whole.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
+import re
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 
 from kvstore import db
 from kvstore.db import Connection, Database
 from kvstore.errors import MigrationError
 
-from . import files, step_2
+from . import files
 from .base import Outcome, Plan, Progress, Record, Report, Step
 
-STEPS: tuple[Step, ...] = (step_2.STEP,)
+__all__ = ["Outcome", "Plan", "Progress", "Record", "Report", "Step", "dry_run", "plan", "run", "steps"]
 
-__all__ = ["STEPS", "Outcome", "Plan", "Progress", "Record", "Report", "Step", "dry_run", "plan", "run"]
+
+def steps() -> list[Step]:
+    """All steps, in order."""
+    names = (module.name for module in pkgutil.iter_modules(__path__) if re.fullmatch(r"v\d+", module.name))
+    found: list[Step] = [importlib.import_module(f"{__name__}.{name}").STEP for name in names]
+    return sorted(found, key=lambda step: step.number)
 
 
 def plan(c: Connection, version: int) -> list[Step]:
-    """The steps that a file of this version would take, without running them. Raises MigrationError where it can not."""
-    steps = [step for step in STEPS if step.number > version]
-    if steps and (problem := steps[0].precondition(c)) is not None:
-        raise MigrationError(f"step {steps[0].number}, {steps[0].name}: {problem}", version=version)
-    return steps
+    """The steps that a file of this version would take, without running them. Raises MigrationError where it cannot."""
+    ahead = [step for step in steps() if step.number > version]
+    if ahead:
+        _require(ahead[0], c)
+    return ahead
+
+
+def _require(step: Step, c: Connection) -> None:
+    """Raises MigrationError where the file cannot take the step."""
+    if (problem := step.precondition(c)) is not None:
+        raise MigrationError(f"step {step.number}, {step.name}: {problem}", version=step.number - 1)
 
 
 def dry_run(database: Database, version: int) -> Plan:
     """What `run` would do with this file, which may be open read-only."""
     path = os.path.realpath(database.path)
-    steps = [step for step in STEPS if step.number > version]
+    ahead = [step for step in steps() if step.number > version]
     outcome, needed, problem = Outcome(0), 0, None
     free = files.free_bytes(path)
     with database.read() as c:
-        if steps:
-            problem = steps[0].precondition(c)
-        if steps and problem is None:
-            outcome, needed = steps[0].examine(c), _room(steps, c, path)
+        if ahead:
+            problem = ahead[0].precondition(c)
+        if ahead and problem is None:
+            outcome, needed = ahead[0].examine(c), _room(ahead, c, path)
     if problem is None and needed > free:
         problem = f"{needed} bytes are needed on the disk, {free} are free"
     return Plan(
         path=database.path,
         from_version=version,
-        to_version=steps[-1].number if steps else version,
-        steps=tuple(steps),
+        to_version=ahead[-1].number if ahead else version,
+        steps=tuple(ahead),
         entries=outcome.entries,
         records=outcome.records,
-        backup=files.backup_name(path, version) if steps else None,
+        backup=files.backup_name(path, version) if ahead else None,
         needed=needed,
         free=free,
         problem=problem,
@@ -61,29 +81,49 @@ def dry_run(database: Database, version: int) -> Plan:
 def run(database: Database, version: int, progress: Progress | None = None, *, backup: bool = True) -> Report | None:
     """Brings the file to the newest version; None where another process has just done it. `database` is open on it then.
 
-    backup=False does not keep the old file. Raises MigrationError, DiskFullError, BusyError; the old store is then as it was.
+    backup=False does not keep the old file. Raises MigrationError, DiskFullError, BusyError; the old store is then as it
+    was, or of a version between, where a later step that writes a new file could not be taken.
     """
+    newest = max(step.number for step in steps())
+    report = _run_some(database, version, progress, backup=backup)
+    while report is not None and report.to_version < newest:
+        more = _run_some(database, report.to_version, progress, backup=False)
+        if more is None:
+            break
+        report = replace(
+            report,
+            to_version=more.to_version,
+            entries=more.entries,
+            records=report.records + more.records,
+            seconds=report.seconds + more.seconds,
+        )
+    return report
+
+
+def _run_some(database: Database, version: int, progress: Progress | None, *, backup: bool) -> Report | None:
+    """Takes the steps up to the next one that writes a new file, which needs this one's on the disk and locked."""
     started = time.monotonic()
     tell = progress or (lambda done, total: None)
     path = os.path.realpath(database.path)
     try:
         with files.locked(database) as c:
             version = db.user_version(c)
-            steps = plan(c, version)
-            if not steps:
+            ahead = plan(c, version)
+            if not ahead:
                 return None
-            files.check_room(path, _room(steps, c, path))
+            taken = ahead[:1] + list(takewhile(lambda step: not step.rebuilds, ahead[1:]))
+            files.check_room(path, _room(taken, c, path))
             kept = files.backup_name(path, version) if backup else None
-            if steps[0].rebuilds:
-                outcomes = _rebuild(database, path, c, steps, kept, tell)
+            if taken[0].rebuilds:
+                outcomes = _rebuild(database, path, c, taken, kept, tell)
             else:
-                outcomes = _in_place(database, c, steps, kept, tell)
+                outcomes = _in_place(database, c, taken, kept, tell)
     finally:
         database.reopen()
     return Report(
         path=database.path,
         from_version=version,
-        to_version=steps[-1].number,
+        to_version=taken[-1].number,
         entries=outcomes[-1].entries,
         records=tuple(record for outcome in outcomes for record in outcome.records),
         backup=kept,
@@ -105,6 +145,8 @@ def _rebuild(
     outcomes: list[Outcome] = []
 
     def take(step: Step, c: Connection) -> None:
+        if outcomes:
+            _require(step, c)
         outcomes.append(step.apply(c if outcomes else old, c, progress))
         c.pragma("user_version", step.number)
 
@@ -134,6 +176,7 @@ def _in_place(
     for step in steps:
         if outcomes:
             c.execute("BEGIN EXCLUSIVE")
+            _require(step, c)
         outcomes.append(step.apply(c, c, progress))
         c.pragma("user_version", step.number)
         c.execute("COMMIT")

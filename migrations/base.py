@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from kvstore.db import Connection
-from kvstore.records import hex_id
 
 Progress: TypeAlias = Callable[[int, int], object]
 """Called with the entries done and their number."""
@@ -22,7 +21,7 @@ class Record:
     kept: bool
 
     def __str__(self) -> str:
-        return f"{hex_id(self.id)}: {self.what}{'' if self.kept else ' (left out)'}"
+        return f"{self.id:016x}: {self.what}{'' if self.kept else ' (left out)'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +34,28 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """From schema version `number - 1` to `number`.
+    """From schema version `number - 1` to `number`. A step that changes the file in place needs the first four.
 
+    apply(old, new, progress): does it, inside a transaction of `new` that sets the version number as well. `old` is the
+        same connection, unless the step `rebuilds`: then `new` is an empty file.
     precondition(c): None, or why this file cannot take the step.
     examine(c): what `apply` would do, as far as can be told without reading states.
     room(c): the most bytes that the new file can have; only where a new file is written.
-    apply(old, new, progress): does it, inside a transaction of `new` that sets the version number as well. `old` is the
-        same connection, unless the step `rebuilds`: then `new` is an empty file.
     """
 
     number: int
     name: str
     description: str
-    precondition: Callable[[Connection], str | None]
-    examine: Callable[[Connection], Outcome]
     apply: Callable[[Connection, Connection, Progress], Outcome]
+    precondition: Callable[[Connection], str | None] = lambda c: None
+    examine: Callable[[Connection], Outcome] = lambda c: Outcome(count_entries(c))
     rebuilds: bool = False
     room: Callable[[Connection], int] | None = None
+
+
+def count_entries(c: Connection) -> int:
+    (n,) = c.execute("SELECT count(*) FROM entries").fetchone() or (0,)
+    return int(n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,4 +118,4 @@ class Plan:
 
 
 def records_as_dicts(records: tuple[Record, ...]) -> list[dict[str, Any]]:
-    return [{"id": hex_id(r.id), "what": r.what, "kept": r.kept} for r in records]
+    return [{"id": f"{r.id:016x}", "what": r.what, "kept": r.kept} for r in records]

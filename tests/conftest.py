@@ -24,7 +24,7 @@ def open_store(path: Path) -> Iterator[Callable[..., Store]]:
     opened: list[Store] = []
 
     def opener(at: Any = None, **options: Any) -> Store:
-        store = Store(path if at is None else at, **{"min_saved_mib": 0.001, "timeout": 10.0, **options})
+        store = Store(path if at is None else at, **{"min_saved_mib": 0.001, "timeout": 60.0, **options})
         opened.append(store)
         return store
 

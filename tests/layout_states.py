@@ -73,8 +73,12 @@ def recurrent(
     r: int = 1536,
     s: int = 8192,
     ids: Sequence[Sequence[int]] | None = None,
+    extra: tuple[int, int] | None = None,
 ) -> bytes:
-    """A recurrent state of f32 tensors, `n` R and `n` S; `ids` lists each cell's sequence ids (whole contexts)."""
+    """A recurrent state of f32 tensors, `n` R and `n` S; `ids` lists each cell's sequence ids (whole contexts).
+
+    `extra` is the R tensor that one more row follows, and the bytes of that row, which has no type word.
+    """
     out = [struct.pack("<I", len(pos))]
     for i, p in enumerate(pos):
         seq = ids[i] if ids else ()
@@ -84,6 +88,9 @@ def recurrent(
         for layer in range(n):
             out.append(struct.pack("<iQ", 0, row))
             out.append(np.random.default_rng([label, layer]).bytes(row * len(pos)))
+            if extra is not None and (label, layer) == (7, extra[0]):
+                out.append(struct.pack("<Q", extra[1]))
+                out.append(np.random.default_rng(9).bytes(extra[1] * len(pos)))
     return b"".join(out)
 
 

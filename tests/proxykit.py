@@ -18,6 +18,10 @@ import serverkit
 from kvstore.engines import proxy
 from kvstore.engines.llama_server import LlamaServer
 
+# httpx gives up after 5 seconds where it is not told: too few for a busy machine.
+for _phase in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _phase, 240.0)
+
 SYSTEM = "You are the assistant of a small house. Be kind to all, and answer in few and short words. " * 4
 QUESTIONS = ("Tell me of the kettle in the kitchen, please. " * 3, "And then?", "Thank you.", "Why?", "Good bye.")
 
@@ -51,7 +55,7 @@ class Chat:
 
 
 def post(url: str, body: Any, **headers: str) -> Any:
-    response = httpx.post(url, json=body, headers=headers, timeout=120)
+    response = httpx.post(url, json=body, headers=headers, timeout=240)
     response.raise_for_status()
     return response.json()
 
@@ -60,7 +64,7 @@ def stats(url: str) -> dict[str, Any]:
     return dict(httpx.get(url + "/kvstore/stats").raise_for_status().json())
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 20) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 240) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < deadline, "waited in vain"
@@ -124,7 +128,7 @@ def recorder() -> Iterator[tuple[str, list[Recorded]]]:
             seen.append(Recorded(self.command, self.path, headers, self.rfile.read(n)))
             if self.path == "/slow":
                 # Answers nothing, and records when the other side has closed.
-                self.connection.settimeout(20)
+                self.connection.settimeout(240)
                 assert self.connection.recv(1) == b""
                 seen.append(Recorded("CLOSED", self.path, {}, b""))
                 return

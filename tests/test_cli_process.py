@@ -27,7 +27,7 @@ def start(*words: Any, **more: Any) -> subprocess.Popen[str]:
 
 
 def run(*words: Any, **more: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=120, **more)
+    return subprocess.run([*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=240, **more)
 
 
 @pytest.fixture
@@ -59,16 +59,15 @@ def test_broken_pipe(db: Path) -> None:
         assert process.stderr is not None
         assert os.read(process.stdout.fileno(), 10)
         process.stdout.close()
-        assert process.wait(60) == 141
+        assert process.wait(240) == 141
         assert process.stderr.read() == ""
 
 
 def test_read_while_another_writes(db: Path) -> None:
+    """The writer is not done before the readers are: one that waited for it would end with a BusyError."""
     with Store(db) as store, store._engine.db.write():
-        began = time.monotonic()
         assert len(json.loads(run("ls", db, "--json").stdout)) == 400
         assert run("stats", db).returncode == 0
-        assert time.monotonic() - began < 25  # BusyError comes after 30
 
 
 def test_watch(db: Path) -> None:
@@ -77,21 +76,21 @@ def test_watch(db: Path) -> None:
     assert process.stdout.readline() == "[\n"
     with Store(db) as store:
         added = store.put([77, 77, 77], b"state").hex_id
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while f'"id": "{added}"' not in process.stdout.readline():
         assert time.monotonic() < deadline
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert (process.returncode, err) == (0, "")
 
 
 def interrupt(process: subprocess.Popen[str], when: Any) -> tuple[int, str]:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not when() and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
     return process.returncode, err
 
 
@@ -165,7 +164,7 @@ def test_modes_under_a_lax_umask(tmp_path: Path) -> None:
         ["repair", db, "--salvage", tmp_path / "new.db"],
         ["gc", db, "--secure"],
     ):
-        done = subprocess.run([*lax, *map(str, words)], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([*lax, *map(str, words)], capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, (words, done.stderr)
     files = [p for p in tmp_path.rglob("*") if p.is_file() and p.name != "raw"]
     assert {"kv.db", "copy.db", "all.tar", "new.db"} <= {p.name for p in files}

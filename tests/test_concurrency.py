@@ -15,6 +15,7 @@ import apsw
 import numpy as np
 import pytest
 from storekit import dump, noise, state
+from workkit import wait_for
 
 import kvstore
 from kvstore import BusyError, Store
@@ -36,15 +37,14 @@ def checked(saved: kvstore.SavedState | None) -> None:
         assert saved.main.tobytes() in right, saved.entry.hex_id
 
 
-def busy_worker(path: str, seed: int, seconds: float, options: dict[str, Any], results: Any) -> None:
+def busy_worker(path: str, seed: int, rounds: int, options: dict[str, Any], results: Any) -> None:
     """Four threads that put, get, match, take and delete; what goes wrong in one is told to the test."""
     failures: list[str] = []
     counts = {"calls": 0, "busy": 0}
-    end = time.monotonic() + seconds
 
     def work(store: Store, chance: random.Random) -> None:
         ids: list[int] = []
-        while time.monotonic() < end:
+        for _ in range(rounds):
             tokens = [*chance.choice(PREFIXES), *(chance.randint(0, 9) for _ in range(chance.randint(1, 4)))]
             action = chance.random()
             try:
@@ -87,35 +87,34 @@ def busy_worker(path: str, seed: int, seconds: float, options: dict[str, Any], r
             failures.append(traceback.format_exc())
 
     try:
-        with Store(path, min_saved_mib=0.001, timeout=20, **options) as store:
+        with Store(path, min_saved_mib=0.001, timeout=60, **options) as store:
             threads = [threading.Thread(target=guarded, args=(store, n)) for n in range(4)]
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(seconds + 60)
+                thread.join(3600)
                 assert not thread.is_alive(), "a thread hangs"
     except BaseException:  # noqa: BLE001
         failures.append(traceback.format_exc())
     results.put((seed, failures, counts))
 
 
-def stressed(path: Path, seconds: float, options: list[dict[str, Any]]) -> None:
+def stressed(path: Path, rounds: int, options: list[dict[str, Any]]) -> None:
     Store(path).close()
     results = spawn.Queue()
     processes = [
-        spawn.Process(target=busy_worker, args=(str(path), seed, seconds, given, results))
+        spawn.Process(target=busy_worker, args=(str(path), seed, rounds, given, results))
         for seed, given in enumerate(options)
     ]
     for process in processes:
         process.start()
-    told = [results.get(timeout=seconds + 120) for _ in processes]
+    told = [results.get(timeout=3600) for _ in processes]
     for process in processes:
-        process.join(60)
+        process.join(240)
     assert [p.exitcode for p in processes] == [0] * len(processes)
     assert [failure for _, failures, _ in told for failure in failures] == []
     # SQLite's lock is not fair: one process may get little done while others are at it.
     assert all(counts["calls"] for _, _, counts in told), told
-    assert sum(counts["calls"] for _, _, counts in told) > 200, told
     with Store(path) as store:
         assert store.verify() == []
         for entry in store.entries():
@@ -129,17 +128,17 @@ MIXED: list[dict[str, Any]] = [{}, {"cache_ram_mib": 0}, {"cache_ram_mib": 0.2},
 
 
 def test_processes_and_threads_share_a_file(path: Path) -> None:
-    stressed(path, 3, MIXED)
+    stressed(path, 150, MIXED)
 
 
 @pytest.mark.slow
-def test_processes_and_threads_share_a_file_for_a_minute(path: Path) -> None:
-    stressed(path, 60, MIXED)
+def test_processes_and_threads_share_a_file_for_long(path: Path) -> None:
+    stressed(path, 1500, MIXED)
 
 
 @pytest.mark.slow
 def test_processes_and_threads_share_a_file_with_a_budget(path: Path) -> None:
-    stressed(path, 20, [{**options, "cache_disk_mib": 16} for options in MIXED])
+    stressed(path, 500, [{**options, "cache_disk_mib": 16} for options in MIXED])
 
 
 # -- threads of one store
@@ -192,6 +191,7 @@ def test_close_while_threads_use_the_store(
     store = open_store(write_behind=True)
     ids = [store.put([n, 1], noise(n, 20_000)).id for n in range(10)]
     started = threading.Barrier(5)
+    done = [0] * 4
 
     def work(seed: int) -> None:
         chance = random.Random(seed)
@@ -201,13 +201,14 @@ def test_close_while_threads_use_the_store(
                 store.put([seed, n, 2], noise(n, 5_000))
                 assert store.get(chance.choice(ids)) is not None
                 store.match([seed, n])
+                done[seed] += 1
         except kvstore.ClosedError:
             return
         raise AssertionError("the store was not closed")
 
     threads = [crash_free(lambda seed=seed: work(seed)) for seed in range(4)]  # type: ignore[misc]
     started.wait()
-    time.sleep(0.3)
+    wait_for(lambda: all(n > 3 for n in done))
     store.close()
     for thread in threads:
         thread.join()
@@ -300,14 +301,14 @@ def reader(path: str, parent: int, n: int, started: Any, results: Any) -> None:
     try:
         connection = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READONLY)
         connection.set_busy_timeout(10_000)
-        started.set()
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         signed = parent - (1 << 64 if parent >> 63 else 0)
         while time.monotonic() < end:
             (count,) = connection.execute(
                 "SELECT (SELECT count(*) FROM entries WHERE id = ?1) + (SELECT count(*) FROM meta WHERE parent = ?1)", (signed,)
             ).fetchone()
             seen.add(count)
+            started.set()
             if count == 0:
                 break
         connection.close()
@@ -349,27 +350,22 @@ def family_of(store: Store, n: int) -> int:
 
 @pytest.mark.parametrize("n", [500, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_reader_sees_all_or_nothing_of_a_family_delete(
-    n: int, open_store: Opener, path: Path, record_property: Any
+    n: int, open_store: Opener, path: Path
 ) -> None:
     store = open_store(cache_ram_mib=0)
     parent = family_of(store, n)
     started, results = spawn.Event(), spawn.Queue()
     process = spawn.Process(target=reader, args=(str(path), parent, n, started, results))
     process.start()
-    assert started.wait(60)
-    time.sleep(0.05)
-    before = time.perf_counter()
+    assert started.wait(240)
     removed = store.delete(parent)
-    seconds = time.perf_counter() - before
-    seen = results.get(timeout=120)
-    process.join(60)
+    seen = results.get(timeout=240)
+    process.join(240)
     assert process.exitcode == 0
     assert len(removed) == len(set(removed)) == n + 1
     assert seen == {n + 1, 0}
     assert list(store.entries()) == []
     assert store.stats().entries == {"normal": 0, "learned": 0, "pinned": 0}
-    record_property("seconds", seconds)
-    print(f"{n} children deleted in {seconds:.3f} s")
 
 
 def test_entries_may_be_walked_while_others_delete(open_store: Opener) -> None:

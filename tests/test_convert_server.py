@@ -327,7 +327,7 @@ def in_memory(folder: Path, python: str, prompt: list[int], name: str, restore: 
     job = {key: str(path) for key, path in paths.items()} | {"prompt": prompt, "n_restored": n}
     job |= {"model": str(serverkit.model(name)), "restore": str(paths["restore"]) if restore else None}
     done = subprocess.run(
-        [python, "-c", ENGINE], input=json.dumps(job), capture_output=True, text=True, timeout=120, check=False
+        [python, "-c", ENGINE], input=json.dumps(job), capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), paths["probe"].read_bytes(), paths["saved"].read_bytes()

@@ -250,7 +250,7 @@ def test_killed_at_any_time_by_another_process(path: Path) -> None:
         assert child.stdout.readline() == "open\n"
         time.sleep(chance.uniform(0.01, 0.4))
         child.kill()
-        said, errors = child.communicate(timeout=60)
+        said, errors = child.communicate(timeout=240)
         assert child.returncode == -signal.SIGKILL, errors
         known |= {int(line) for line in said.splitlines() if line.endswith(tuple("0123456789"))}
         with Store(path) as store:

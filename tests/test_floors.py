@@ -16,7 +16,7 @@ FLOORS: list[set[str]] = [
      "units"},
     # formats and single resources, each by itself
     {"arguments", "bkvd", "db", "hashing", "layout", "layout_cells", "layout_convert", "layout_crop", "layout_parse",
-     "layout_types", "lru", "meta", "policy", "slotfile", "wal"},
+     "layout_recurrent", "layout_types", "lru", "meta", "policy", "slotfile", "wal"},
     # the file's tables
     {"audit", "queries", "upgrade", "migrations"},
     # what is made of rows

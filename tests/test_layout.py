@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import csv
 import json
+import mmap
 import os
 import random
 import re
 import struct
-import time
+import tempfile
+import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 
 import layout_states as build
 import numpy as np
 import pytest
+from workkit import calls
 
 from kvstore import layout
 from kvstore.errors import LayoutError
+from kvstore.layout_cells import MAX_TENSORS
 
 STATES = Path(__file__).parent / "data" / "states"
 FOLDERS = [STATES, *(Path(f) for f in [os.environ.get("KVSTORE_TEST_STATES")] if f)]
@@ -312,7 +317,7 @@ def test_truncation_anywhere(name: str) -> None:
 def test_garbage_and_mutations() -> None:
     r = random.Random(5)
     blobs = [p.read_bytes() for p, _ in EXPECTED[::7]]
-    worst = 0.0
+    worst = 0
     for _ in range(1500):
         kind = r.random()
         if kind < 0.2:
@@ -323,63 +328,85 @@ def test_garbage_and_mutations() -> None:
             blob = bytearray(r.choice(blobs))
             for _ in range(r.randrange(1, 5)):
                 blob[r.randrange(min(len(blob), 3000))] = r.randrange(256)
-        start = time.perf_counter()
-        try:
-            found = layout.parse(blob)
-            for s in found.streams:
-                assert all(x.start + x.width * x.rows * s.n_cells <= len(blob) for x in s.sections)
-            found.as_dict()
-        except LayoutError:
-            pass
-        worst = max(worst, time.perf_counter() - start)
-    assert worst < 1
+        worst = max(worst, calls(lambda blob=blob: parsed(blob)))  # type: ignore[misc]
+    assert worst < 40_000  # a good state takes some thousand
+
+
+def parsed(blob: bytes) -> None:
+    """Parses, and looks at what comes of it; a state that is not understood will do as well."""
+    with suppress(LayoutError):
+        found = layout.parse(blob)
+        for s in found.streams:
+            assert all(x.start + x.width * x.rows * s.n_cells <= len(blob) for x in s.sections)
+        found.as_dict()
 
 
 @pytest.mark.parametrize("word", [0, 1, 2, 0x00010001, 0xFFFFFFFF])
 def test_megabytes_of_one_word(word: int) -> None:
-    start = time.perf_counter()
-    blob = np.full(5_000_000, word, "<u4")
+    """Neither the work nor the memory grows with them."""
     for head in (b"", build.HEADER, struct.pack("<I", 5) + b"llama"):
-        with pytest.raises(LayoutError):
-            layout.parse(head + blob.tobytes())
-    assert time.perf_counter() - start < 3
+        work = []
+        for n in (5_000, 5_000_000):
+            blob = head + np.full(n, word, "<u4").tobytes()
+            tracemalloc.start()
+            work.append(calls(lambda blob=blob: refused(blob)))  # type: ignore[misc]
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert peak < 8 << 20
+        assert work[1] <= work[0] + 100
 
 
-def test_many_cells_with_differing_sequence_counts_take_bounded_time() -> None:
-    cell = struct.pack("<iIi", 1, 1, 0) + struct.pack("<iIii", 1, 2, 0, 1)
-    n = 500_000
-    blob = build.context(struct.pack("<II", 1, n) + cell * (n // 2) + struct.pack("<II", 5, 5))
-    start = time.perf_counter()
+def refused(blob: bytes) -> None:
     with pytest.raises(LayoutError):
         layout.parse(blob)
-    assert time.perf_counter() - start < 2
 
 
-def test_many_tensors_and_checkpoints_take_bounded_time() -> None:
+def test_many_cells_with_differing_sequence_counts_take_bounded_work() -> None:
+    """Each cell is looked at a few times, by however many candidates; beyond a million none is."""
+    cell = struct.pack("<iIi", 1, 1, 0) + struct.pack("<iIii", 1, 2, 0, 1)
+    for n, most in ((1_000, 100_000), (200_000, 200_000 * 40), (1_200_000, 10_000)):
+        blob = build.context(struct.pack("<II", 1, n) + cell * (n // 2) + struct.pack("<II", 5, 5))
+        assert calls(lambda blob=blob: refused(blob)) < most  # type: ignore[misc]
+
+
+def test_many_tensors_and_checkpoints_take_bounded_work() -> None:
     tensor = struct.pack("<iQ", 1, 2) + b"ab"
     stream = struct.pack("<IiIiII", 1, 0, 1, 0, 0, 2048) + tensor * 2048
     small = struct.pack("<IIiIiII", 1, 1, 0, 1, 0, 0, 1) + tensor
+    recurrent = struct.pack("<IiIII", 1, 0, 0, 0, 4096) + (struct.pack("<iQ", 0, 4) + b"abcd") * 8000
     for blob in (
         (struct.pack("<I", 64) + stream * 64) * 4 + b"end",
         small * 100_000,
+        recurrent,
         small + b"SCKP" + struct.pack("<II", 1, 60_000) + bytes(40) * 60_000 + b"end",
         small + b"SCKP" + struct.pack("<II", 1, 2**32 - 1) + bytes(4000),
     ):
-        start = time.perf_counter()
-        with pytest.raises(LayoutError):
-            layout.parse(blob)
-        assert time.perf_counter() - start < 2
+        assert calls(lambda blob=blob: refused(blob)) < 16 * MAX_TENSORS  # type: ignore[misc]
 
 
-def test_speed_does_not_depend_on_tensor_bytes() -> None:
-    n, layers, row = 15_000, 64, 64
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="pages are counted where Linux says so")
+def test_tensor_bytes_are_not_read() -> None:
+    """Of a state in a mapped file, only the pages with headers and cells are touched."""
+    n, layers, row = 15_000, 64, 4096
+    tensor = row * n
     cells = np.zeros(n, "<i4,<u4,<i4")
     cells["f0"], cells["f1"] = np.arange(n), 1
-    tensor = struct.pack("<iQ", 1, row) + bytes(row * n)
-    blob = struct.pack("<II", 1, n) + cells.tobytes() + struct.pack("<II", 0, layers) + tensor * (2 * layers)
-    took = []
-    for _ in range(5):
-        start = time.perf_counter()
-        layout.parse(blob)
-        took.append(time.perf_counter() - start)
-    assert min(took) < 0.02
+    head = struct.pack("<II", 1, n) + cells.tobytes() + struct.pack("<II", 0, layers)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(len(head) + 2 * layers * (12 + tensor))
+        file.write(head)
+        for layer in range(2 * layers):
+            file.seek(len(head) + layer * (12 + tensor))
+            file.write(struct.pack("<iQ", 1, row))
+        file.flush()
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            mapped.madvise(mmap.MADV_RANDOM)
+            assert layout.parse(mapped).attention[0].v_layers == layers
+            (resident,) = [
+                int(line.split()[1])
+                for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+                for line in block.splitlines()
+                if line.startswith("Rss:") and f" {os.fstat(file.fileno()).st_ino} " in block.splitlines()[0] + " "
+            ]
+            del mapped
+    assert resident * 1024 < len(head) + 2 * layers * (1 << 17)  # of 7.8 GB

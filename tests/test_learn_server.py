@@ -15,6 +15,7 @@ import pytest
 import serverkit
 import storekit
 from test_bkvd_content import missed
+from workkit import wait_for_upkeep
 
 from kvstore import Entry, Store, bkvd, layout, slotfile
 from kvstore.engines.llama_server import LlamaServer
@@ -80,7 +81,7 @@ def converse(server: LlamaServer, store: Store, prefix: list[int], prompt: list[
     return store.put(saved.tokens, saved.state, n_system=len(prefix)), saved
 
 
-def wait_for(what: Callable[[], bool], seconds: float = 30) -> None:
+def wait_for(what: Callable[[], bool], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -166,7 +167,7 @@ def test_what_cannot_be_cut_is_left_alone(start: Starter, open_store: Opener, na
     before = storekit.dump(store)
     with pytest.raises(LayoutError, match=f"cannot cut to {len(prefix)} tokens: .*{why}"):
         store.learn(entry.id, len(prefix))
-    time.sleep(0.5)  # time for the background thread to try
+    wait_for_upkeep(store)
     assert storekit.dump(store) == before
     assert store.stats().entries["learned"] == 0
     for entry, saved in put:

@@ -188,18 +188,19 @@ def test_steps_in_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             new.execute(sql)
             return migrations.Outcome(0)
 
-        return migrations.Step(number, f"to {number}", "a test", lambda c: None, lambda c: migrations.Outcome(0), apply)
+        return migrations.Step(number, f"to {number}", "a test", apply)
 
     Store(path).close()
     good = step(3, "CREATE TABLE three(a)")
-    monkeypatch.setattr(migrations, "STEPS", (*migrations.STEPS, good, step(4, "CREATE TABLE three(a)")))
+    steps = [*migrations.steps(), good, step(4, "CREATE TABLE three(a)")]
+    monkeypatch.setattr(migrations, "steps", lambda: steps)
     database = db.Database(str(path))
     with pytest.raises(KVStoreError):
         migrations.run(database, 2)
     assert version(path) == 3  # the step that failed is undone, the one before it stays
     database.close()
     assert version(path.with_name(path.name + ".v2-backup")) == 2
-    monkeypatch.setattr(migrations, "STEPS", (*migrations.STEPS[:-1], step(4, "CREATE TABLE four(a)")))
+    steps[-1] = step(4, "CREATE TABLE four(a)")
     monkeypatch.setattr(db, "SCHEMA_VERSION", 4)
     database = db.Database(str(path))
     report = migrations.run(database, 3)

@@ -148,12 +148,13 @@ def test_an_entry_that_can_be_cut_wins_where_it_shares_more(store: Store) -> Non
 
 
 def test_expired_neighbours_are_passed_over(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
     base = list(range(20))
     kept = put(store, [*base[:10], 500], ANYWHERE)
     for n in range(40):
         put(store, [*base, n], ANYWHERE if n % 2 else NOWHERE, ttl=5)
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 6)
+    monkeypatch.setattr(time, "time", lambda: now + 6)
     found = store.match([*base, 20])
     assert found is not None
     assert (found.entry.id, found.n_common) == (kept, 10)

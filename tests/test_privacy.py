@@ -103,7 +103,7 @@ def test_wipe(path: Path, whole: bool) -> None:
 
 def test_wipe_waits_for_readers(path: Path) -> None:
     """Where a reader keeps old pages in the log, wiping says so."""
-    with Store(path, timeout=0.2) as store:
+    with Store(path, timeout=2) as store:
         store.put(TOKENS, state(TOKENS), excerpt=EXCERPT)
         reader = apsw.Connection(str(path))
         reader.execute("BEGIN")

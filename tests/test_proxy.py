@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +25,7 @@ import proxykit
 from proxykit import Chat, post, proxied, stats, wait_for, wait_saved
 
 from kvstore import Store
+from kvstore.engines import proxy_wire
 from kvstore.engines.llama_server import LlamaServer
 
 
@@ -123,7 +123,7 @@ def test_completions(pair: tuple[LlamaServer, str], path: str, form: str) -> Non
     for slot in range(2):
         server.slot_erase(slot)
     if form == "stream":
-        response = httpx.post(url + path, json={**body, "stream": True}, timeout=60)
+        response = httpx.post(url + path, json={**body, "stream": True}, timeout=240)
         assert response.headers["content-type"].startswith("text/event-stream")
         events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
         timings = events[-1]["timings"]
@@ -294,7 +294,7 @@ def test_server_that_dies_in_the_middle_of_an_answer(tmp_path: Path) -> None:
         chat.ask()
         wait_saved(url)
         body = {"prompt": "Once upon a time ", "n_predict": 3000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", url + "/completion", json=body, timeout=20) as response:
+        with httpx.stream("POST", url + "/completion", json=body, timeout=240) as response:
             chunks = response.iter_bytes()
             next(chunks)
             proxykit.restart(server)
@@ -349,24 +349,24 @@ def test_upstream_that_is_not_there(tmp_path: Path) -> None:
             assert stats(url)["requests"] == 1
 
 
-def test_overhead_is_small(pair: tuple[LlamaServer, str]) -> None:
-    """A loose bound for a busy machine; docs/proxy.md has figures of an idle one."""
-    server, url = pair
+def test_a_prompt_seen_before_takes_few_requests(pair: tuple[LlamaServer, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the proxy asks the server before an answer, which is most of what it costs; docs/proxy.md has times."""
+    _, url = pair
+    asked: list[str] = []
+    request = proxy_wire.Wire.request
+
+    async def counted(self: proxy_wire.Wire, method: str, path: str, *rest: Any, **more: Any) -> tuple[int, bytes]:
+        asked.append(path)
+        return await request(self, method, path, *rest, **more)
+
     chat = Chat(url, "Nina")
     chat.ask()
     wait_saved(url)
-    assert stats(url)["recent"][0]["overhead_ms"] < 500
-    key = {"Authorization": f"Bearer {server.api_key}"}
     body = {"messages": chat.messages[:2], "max_tokens": 1, "temperature": 0}
-
-    def median(address: str) -> float:
-        with httpx.Client(timeout=60, headers=key) as client:
-            times = []
-            for _ in range(9):
-                started = time.perf_counter()
-                client.post(address + "/v1/chat/completions", json=body).raise_for_status()
-                times.append(time.perf_counter() - started)
-        return sorted(times)[4]
-
-    direct, through = median(server.url), median(url)
-    assert through - direct < 0.1
+    post(url + "/v1/chat/completions", body)
+    monkeypatch.setattr(proxy_wire.Wire, "request", counted)
+    for _ in range(9):
+        post(url + "/v1/chat/completions", body)
+    assert asked
+    assert len(asked) <= 9 * 4, asked
+    assert "/tokenize" not in asked

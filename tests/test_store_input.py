@@ -349,7 +349,7 @@ def test_a_store_that_is_never_closed_is_closed_at_exit(path: Path) -> None:
         "s = Store(sys.argv[1], write_behind=True)\n"
         "for n in range(20): s.put([n, 1], bytes([n + 1]) * 300_000)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(p.name for p in path.parent.iterdir()) == ["kv.store"]
     with Store(path) as store:
@@ -367,7 +367,7 @@ def test_a_store_that_is_dropped_is_closed(path: Path) -> None:
 
 
 def test_a_writer_elsewhere_makes_a_busy_error_after_the_timeout(open_store: Opener, path: Path) -> None:
-    store = open_store(timeout=0.2)
+    store = open_store(timeout=1)
     entry = store.put([1], b"x")
     other = apsw.Connection(str(path))
     try:
@@ -420,5 +420,5 @@ def test_it_is_silent_by_default(path: Path) -> None:
         "    for n in range(20): s.put([n, 1], bytes([n + 1]) * 1_000_000)\n"
         "    assert s.stats().evictions['disk_budget']\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

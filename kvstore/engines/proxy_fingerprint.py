@@ -53,7 +53,8 @@ def signature(file: slotfile.SlotFile) -> list[Any]:
             ext = [part.cell_ext, part.v_transposed, part.rotation, part.n_stream, part.n_layer, part.v_layers]
             parts.append(["attention", *ext, kinds])
         else:
-            parts.append(["recurrent", part.n_layer, part.n_tensors, part.rows])
+            extra = [] if part.extra_row is None else [part.extra_row]
+            parts.append(["recurrent", part.n_layer, part.n_tensors, part.rows, *extra])
     return parts
 
 

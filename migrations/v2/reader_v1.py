@@ -9,18 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore import bkvd
 from kvstore.db import Connection, translated
 from kvstore.errors import CorruptStoreError, DeltaError, MetaBlockError
 from kvstore.meta import MetaBlock
-from kvstore.queries import signed, unsigned
-from kvstore.records import Bytes
 
-from .base import Record
+from ..base import Record
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 DELTA_HEADER = 44
 COLUMNS = {
@@ -28,6 +29,15 @@ COLUMNS = {
     "meta": {"entry", "block"},
     "blobs": {"entry", "part", "data"},
 }
+
+
+def signed(id: int) -> int:
+    """A u64 as SQLite holds it."""
+    return id - (1 << 64) if id >> 63 else id
+
+
+def unsigned(id: int) -> int:
+    return id & (1 << 64) - 1
 
 
 class Lost(Exception):

@@ -2,23 +2,29 @@
 
 The new file has larger pages and can shrink; neither can be had in a file that exists without writing all of it anew, so
 the step rebuilds.
+
+Frozen: `schema_v2.sql`, sizes, digest and the meaning of a cut are version 2's own, whatever later versions make of them.
+Of kvstore the step uses the formats that never change (BKVD, the meta block), errors, and `layout.parse`: where a state
+can be cut is a fact of the state, and a parser that understands more of them makes the upgraded store better, not other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from importlib import resources
+from typing import Any
 
-from kvstore import db, policy
+import xxhash
+
+from kvstore import layout
 from kvstore.db import Connection
-from kvstore.hashing import digest
-from kvstore.queries import signed
-from kvstore.records import Bytes
+from kvstore.errors import LayoutError
 
-from . import version_1
-from .base import Outcome, Progress, Record, Step
-from .version_1 import Lost, Old, Part, Reader
+from ..base import Outcome, Progress, Record, Step
+from . import reader_v1
+from .reader_v1 import Bytes, Lost, Old, Part, Reader, signed
 
+PAGE_SIZE = 65536
 # As version 2's own writer cuts a state: a chunk fills whole pages. Any size can be read.
 CHUNK_BYTES = 8199 - 17 + 16 * 65532
 SCHEMA_PAGES = 64
@@ -35,17 +41,41 @@ class _Blob:
     digest: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Cuts:
+    """Where a state can be cut: at any token, or at the counts of its checkpoints."""
+
+    any: bool
+    counts: tuple[int, ...]
+
+
 def schema_sql() -> str:
-    # A version 3 comes with a copy of version 2's schema in this folder, for this line.
-    return (resources.files("kvstore") / "schema.sql").read_text(encoding="utf-8")
+    """The schema of version 2, as SQL."""
+    return (resources.files(__package__) / "schema_v2.sql").read_text(encoding="utf-8")
+
+
+def _digest(data: Any) -> bytes:
+    """XXH3-128, big-endian."""
+    return bytes(xxhash.xxh3_128_digest(data))
+
+
+def _cuts(state: Bytes, n_tokens: int) -> _Cuts:
+    """Where the engine could go on from inside this state; nowhere, where its layout is not understood."""
+    try:
+        found = layout.parse(state)
+    except LayoutError:
+        return _Cuts(False, ())
+    if found.can_crop:
+        return _Cuts(True, ())
+    counts = {c.n_tokens for c in found.checkpoints or () if 0 < c.n_tokens < n_tokens}
+    return _Cuts(False, tuple(sorted(n for n in counts if found.crop_limit(n) == n)))
 
 
 def room(c: Connection) -> int:
     """The most that the new file can have: a value may leave most of a page empty, a large one most of its last two."""
-    page = db.PAGE_SIZE
-    values = sum(min(3 * n + 256, n + n // 256 + 2 * page) for n in version_1.largest(c))
+    values = sum(min(3 * n + 256, n + n // 256 + 2 * PAGE_SIZE) for n in reader_v1.largest(c))
     (n_entries,) = c.execute("SELECT count(*) FROM entries").fetchone() or (0,)
-    return int(values + 4096 * n_entries + SCHEMA_PAGES * page)
+    return int(values + 4096 * n_entries + SCHEMA_PAGES * PAGE_SIZE)
 
 
 def examine(c: Connection) -> Outcome:
@@ -59,7 +89,8 @@ def _outcome(entries: int, records: list[Record]) -> Outcome:
 
 
 def apply(old: Connection, new: Connection, progress: Progress) -> Outcome:
-    db.run_script(new, schema_sql())
+    for _ in new.execute(schema_sql()):
+        pass
     reader = Reader(old, "the store")
     entries = reader.examine()
     writer = _Writer(new)
@@ -81,7 +112,7 @@ def _convert(reader: Reader, writer: _Writer, old: Old) -> None:
     """Reads an entry and writes it anew; nothing is written where it turns out to be lost."""
     parent = old.main.parent if old.main.parent in writer.whole else 0
     main, state = _blob(reader, "main", old.main, parent)
-    cuts = policy.cuts_of(state, old.n_tokens)
+    cuts = _cuts(state, old.n_tokens)
     del state
     blobs = [main]
     if old.draft is not None:
@@ -98,12 +129,12 @@ def _blob(reader: Reader, name: str, part: Part, parent: int) -> tuple[_Blob, By
     """A state in the form that will be stored, and the state itself. It stays a delta only of `parent`."""
     data = reader.stored(part)
     if not part.parent:
-        return _Blob(name, "full", data, data.size, digest(data)), data
+        return _Blob(name, "full", data, data.size, _digest(data)), data
     state = reader.decoded(data, name, part.parent)
     if state.size == 0:
         raise Lost("its delta gives an empty state")
     kind, kept = ("bkvd", data) if part.parent == parent else ("full", state)
-    return _Blob(name, kind, kept, state.size, digest(state)), state
+    return _Blob(name, kind, kept, state.size, _digest(state)), state
 
 
 class _Writer:
@@ -115,7 +146,7 @@ class _Writer:
         self.written: set[int] = set()
         self.whole: set[int] = set()
 
-    def write(self, old: Old, tokens: bytes, blobs: list[_Blob], cuts: policy.Cuts, parent: int) -> None:
+    def write(self, old: Old, tokens: bytes, blobs: list[_Blob], cuts: _Cuts, parent: int) -> None:
         c, id, meta = self._c, signed(old.id), old.meta
         fingerprint = self._fingerprint(old.fingerprint)
         c.execute(
@@ -161,7 +192,7 @@ STEP = Step(
     name="columns, chunks and digests",
     description="Meta blocks become columns, states are cut into chunks and get a digest, deltas are tied to their parents. "
     "The file is written anew, with larger pages and so that it can shrink.",
-    precondition=version_1.missing_tables,
+    precondition=reader_v1.missing_tables,
     examine=examine,
     apply=apply,
     rebuilds=True,

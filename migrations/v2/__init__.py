@@ -1,0 +1,5 @@
+"""Schema version 2."""
+
+from .step import STEP
+
+__all__ = ["STEP"]

@@ -1,0 +1,204 @@
+-- kvstore, schema version 2. This file creates an empty store; the views at the end are for people.
+--
+-- What must hold, always, in every committed state of the file (`kvstore verify` checks each by the name given):
+--   whole-entry      an entry has one row in meta and one 'main' blob; a 'draft' blob is optional.
+--   delta-parent     a blob of kind 'bkvd' belongs to an entry with a parent; that parent exists, is itself whole, and
+--                    has the size and sample hash that the delta's header records.
+--   chunks-complete  the chunks of a blob that belongs to an entry are numbered 0..n-1 and add up to `stored` bytes.
+--   digest           XXH3-128 of a blob's bytes as they were put is `digest`.
+--   no-orphan        no row refers to an entry, blob or fingerprint that is not there.
+--   staged           a blob without an entry is being written: its row names the process. It is never served, and goes
+--                    at the next open after that process ended.
+--   totals           `totals` holds the sums over meta.
+--   cuts             an entry with cut_any = 0 has in `cuts` the token counts, short of the whole, that it can serve.
+--
+-- Ids are unsigned 64-bit integers, held as SQLite's signed ones: printf('%016x', id) shows them as everywhere else.
+-- Times are unix seconds. Sizes are bytes. Tokens are int32, little-endian: in memcmp order the entries that share the
+-- longest prefix with a token sequence are its neighbours, so entries_by_tokens is the prefix index.
+
+PRAGMA application_id = 0x4B565356;  -- 'KVSV'
+
+CREATE TABLE fingerprints(            -- model and context settings; states never cross from one to another
+  id   INTEGER PRIMARY KEY,
+  text TEXT NOT NULL UNIQUE
+) STRICT;
+
+CREATE TABLE entries(
+  id          INTEGER PRIMARY KEY CHECK(id <> 0),
+  fingerprint INTEGER NOT NULL REFERENCES fingerprints(id),
+  cut_any     INTEGER NOT NULL CHECK(cut_any IN (0, 1)),   -- 1: the state can be cut at any token
+  n_tokens    INTEGER NOT NULL CHECK(n_tokens > 0),
+  tokens      BLOB NOT NULL CHECK(length(tokens) = 4 * n_tokens),
+  head        BLOB                                         -- of the file it came in, tokens cut out; NULL: in no file
+) STRICT;
+CREATE INDEX entries_by_tokens ON entries(fingerprint, cut_any, tokens);
+
+CREATE TABLE cuts(                    -- the token counts at which a state that cannot be cut anywhere can be cut
+  id          INTEGER PRIMARY KEY,
+  entry       INTEGER NOT NULL REFERENCES entries(id) ON DELETE CASCADE,
+  fingerprint INTEGER NOT NULL REFERENCES fingerprints(id),
+  n_tokens    INTEGER NOT NULL CHECK(n_tokens > 0),
+  tokens      BLOB NOT NULL CHECK(length(tokens) = 4 * n_tokens)   -- the first n_tokens of the entry's
+) STRICT;
+CREATE INDEX cuts_by_tokens ON cuts(fingerprint, tokens);
+CREATE INDEX cuts_by_entry ON cuts(entry);
+
+CREATE TABLE meta(
+  entry      INTEGER PRIMARY KEY REFERENCES entries(id) ON DELETE CASCADE,
+  class      TEXT NOT NULL CHECK(class IN ('normal', 'learned', 'pinned')),
+  source     TEXT NOT NULL CHECK(source IN ('default', 'request', 'policy', 'admin')),   -- who chose the class
+  saved      INTEGER NOT NULL DEFAULT 0 CHECK(saved IN (0, 1)),      -- counted as saved in its family
+  reused     INTEGER NOT NULL DEFAULT 0 CHECK(reused IN (0, 1)),     -- counted as reused in its family
+  created_at INTEGER NOT NULL,
+  last_used  INTEGER NOT NULL,
+  use_order  INTEGER NOT NULL DEFAULT 0,               -- grows with each use: the order of eviction, whatever the clock does
+  expires_at INTEGER,                                  -- NULL: never
+  ttl        INTEGER CHECK(ttl > 0),                   -- NULL: none
+  hits       INTEGER NOT NULL DEFAULT 0,               -- u64, held as the ids are
+  family     INTEGER NOT NULL,                         -- u64: entries that share a system block
+  n_input    INTEGER NOT NULL,                         -- input tokens of the request that made it
+  n_images   INTEGER NOT NULL DEFAULT 0 CHECK(n_images >= 0),
+  size       INTEGER NOT NULL CHECK(size > 0),         -- bytes as put, main and draft
+  stored     INTEGER NOT NULL CHECK(stored > 0),       -- bytes in chunks, main and draft
+  parent     INTEGER REFERENCES entries(id) ON DELETE CASCADE CHECK(parent <> entry),   -- NULL: stored whole
+  excerpt    TEXT NOT NULL DEFAULT ''                  -- the start of the first user message
+) STRICT;
+CREATE INDEX meta_by_parent ON meta(parent) WHERE parent IS NOT NULL;
+CREATE INDEX meta_by_family ON meta(family);
+CREATE INDEX meta_by_use ON meta(class, use_order);
+CREATE INDEX meta_by_expiry ON meta(expires_at) WHERE expires_at IS NOT NULL;
+
+CREATE TABLE blobs(
+  id     INTEGER PRIMARY KEY AUTOINCREMENT,            -- never used again: a cache may go by it
+  entry  INTEGER REFERENCES entries(id) ON DELETE CASCADE,   -- NULL: being written by `writer`
+  part   TEXT NOT NULL CHECK(part IN ('main', 'draft')),
+  kind   TEXT NOT NULL CHECK(kind IN ('full', 'bkvd')),
+  size   INTEGER NOT NULL CHECK(size > 0),             -- bytes as put
+  stored INTEGER NOT NULL CHECK(stored > 0),           -- bytes in chunks
+  digest BLOB CHECK(length(digest) = 16),              -- XXH3-128 of the bytes as put, big-endian
+  writer TEXT,
+  UNIQUE(entry, part),
+  CHECK(entry IS NULL OR digest IS NOT NULL),
+  CHECK(entry IS NOT NULL OR writer IS NOT NULL)
+) STRICT;
+CREATE INDEX blobs_staged ON blobs(id) WHERE entry IS NULL;
+
+CREATE TABLE chunks(                  -- a state may be larger than SQLite's largest BLOB
+  id   INTEGER PRIMARY KEY,
+  blob INTEGER NOT NULL REFERENCES blobs(id) ON DELETE CASCADE,
+  seq  INTEGER NOT NULL CHECK(seq >= 0),
+  data BLOB NOT NULL,
+  UNIQUE(blob, seq)
+) STRICT;
+
+CREATE TABLE families(                -- how often a system block came by, and how often a stored state served it
+  id     INTEGER PRIMARY KEY,
+  saved  INTEGER NOT NULL DEFAULT 0,
+  reused INTEGER NOT NULL DEFAULT 0
+) STRICT;
+
+CREATE TABLE counters(                -- over the life of the file: hits, misses, tokens served, evictions by cause
+  name  TEXT PRIMARY KEY,
+  value INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE totals(
+  class   TEXT PRIMARY KEY,
+  entries INTEGER NOT NULL,
+  size    INTEGER NOT NULL,
+  stored  INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+INSERT INTO totals VALUES('normal', 0, 0, 0), ('learned', 0, 0, 0), ('pinned', 0, 0, 0);
+
+CREATE TRIGGER meta_inserted AFTER INSERT ON meta BEGIN
+  UPDATE totals SET entries = entries + 1, size = size + new.size, stored = stored + new.stored WHERE class = new.class;
+END;
+CREATE TRIGGER meta_deleted AFTER DELETE ON meta BEGIN
+  UPDATE totals SET entries = entries - 1, size = size - old.size, stored = stored - old.stored WHERE class = old.class;
+END;
+CREATE TRIGGER meta_updated AFTER UPDATE OF class, size, stored ON meta BEGIN
+  UPDATE totals SET entries = entries - 1, size = size - old.size, stored = stored - old.stored WHERE class = old.class;
+  UPDATE totals SET entries = entries + 1, size = size + new.size, stored = stored + new.stored WHERE class = new.class;
+END;
+
+-- By hand: DELETE FROM entries WHERE printf('%016x', id) = '...' (or id = 0x...), from this table and no other.
+-- The sqlite3 shell starts with foreign keys off. This trigger does there what ON DELETE CASCADE does elsewhere, for an
+-- entry and for the entries stored against it (never deeper: a parent is whole).
+CREATE TRIGGER entries_deleted BEFORE DELETE ON entries BEGIN
+  DELETE FROM chunks WHERE blob IN (
+    SELECT b.id FROM blobs b WHERE b.entry = old.id
+    UNION ALL SELECT b.id FROM blobs b JOIN meta m ON b.entry = m.entry WHERE m.parent = old.id);
+  DELETE FROM blobs WHERE entry = old.id OR entry IN (SELECT entry FROM meta WHERE parent = old.id);
+  DELETE FROM cuts WHERE entry = old.id OR entry IN (SELECT entry FROM meta WHERE parent = old.id);
+  DELETE FROM entries WHERE id IN (SELECT entry FROM meta WHERE parent = old.id);
+  DELETE FROM meta WHERE parent = old.id;
+  DELETE FROM meta WHERE entry = old.id;
+END;
+
+-- For people: ids in hex, sizes in MiB, times in words and as local dates. tools/inspect.sql shows how to use them.
+CREATE VIEW ages AS                   -- `used`: since the last use; `expires_in` is NULL where an entry never expires
+SELECT entry, CASE WHEN age < 120 THEN age || ' s' WHEN age < 7200 THEN (age / 60) || ' min'
+            WHEN age < 172800 THEN (age / 3600) || ' h' ELSE (age / 86400) || ' days' END AS age,
+       CASE WHEN hits = 0 THEN 'never' ELSE CASE WHEN idle < 120 THEN idle || ' s' WHEN idle < 7200 THEN (idle / 60) || ' min'
+            WHEN idle < 172800 THEN (idle / 3600) || ' h' ELSE (idle / 86400) || ' days' END END AS used,
+       CASE WHEN left_s <= 0 THEN 'expired' ELSE CASE WHEN left_s < 120 THEN left_s || ' s' WHEN left_s < 7200 THEN (left_s / 60) || ' min'
+            WHEN left_s < 172800 THEN (left_s / 3600) || ' h' ELSE (left_s / 86400) || ' days' END END AS expires_in
+FROM (SELECT entry, hits, max(0, unixepoch() - created_at) AS age, max(0, unixepoch() - last_used) AS idle,
+             expires_at - unixepoch() AS left_s FROM meta);
+
+CREATE VIEW ls AS
+SELECT printf('%016x', e.id) AS id, e.n_tokens AS tokens, round(m.size / 1048576.0, 2) AS mib,
+       round(m.stored / 1048576.0, 2) AS stored_mib, m.class, a.age, a.used, a.expires_in,
+       CASE WHEN m.hits < 0 THEN printf('%u', m.hits) ELSE m.hits END AS hits,
+       CASE WHEN m.parent IS NOT NULL THEN printf('%016x', m.parent) END AS parent, m.excerpt, m.source,
+       datetime(m.created_at, 'unixepoch', 'localtime') AS created,
+       datetime(m.last_used, 'unixepoch', 'localtime') AS last_used,
+       datetime(m.expires_at, 'unixepoch', 'localtime') AS expires,
+       printf('%016x', m.family) AS family, f.text AS fingerprint
+FROM entries e JOIN meta m ON m.entry = e.id JOIN ages a ON a.entry = e.id JOIN fingerprints f ON f.id = e.fingerprint
+ORDER BY m.last_used DESC, m.use_order DESC;
+
+CREATE VIEW tree AS                   -- families, in each the whole entries, below each those stored against it
+SELECT printf('%016x', m.family) AS family, CASE WHEN m.parent IS NULL THEN '' ELSE '  ' END || printf('%016x', e.id) AS entry,
+       e.n_tokens AS tokens, round(m.size / 1048576.0, 2) AS mib, round(m.stored / 1048576.0, 2) AS stored_mib,
+       m.class, m.excerpt
+FROM entries e JOIN meta m ON m.entry = e.id LEFT JOIN meta p ON p.entry = m.parent
+ORDER BY coalesce(p.family, m.family), coalesce(m.parent, e.id), m.parent IS NOT NULL, e.n_tokens;
+
+CREATE VIEW biggest AS                -- what deleting an entry gives back: its own bytes and those of its children
+SELECT printf('%016x', e.id) AS id, m.class, round(m.stored / 1048576.0, 2) AS stored_mib, count(k.entry) AS children,
+       round((m.stored + coalesce(sum(k.stored), 0)) / 1048576.0, 2) AS frees_mib,
+       round(100.0 * (m.stored + coalesce(sum(k.stored), 0)) / (SELECT sum(stored) FROM totals), 1) AS percent,
+       a.age, a.used, m.excerpt
+FROM entries e JOIN meta m ON m.entry = e.id JOIN ages a ON a.entry = e.id LEFT JOIN meta k ON k.parent = e.id
+GROUP BY e.id
+ORDER BY m.stored + coalesce(sum(k.stored), 0) DESC;
+
+CREATE VIEW unused AS                 -- never restored, and no parent of one that was
+SELECT printf('%016x', e.id) AS id, e.n_tokens AS tokens, round(m.stored / 1048576.0, 2) AS stored_mib, m.class, a.age,
+       a.expires_in, m.excerpt
+FROM entries e JOIN meta m ON m.entry = e.id JOIN ages a ON a.entry = e.id
+WHERE m.hits = 0 AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = e.id AND k.hits <> 0)
+ORDER BY m.stored DESC;
+
+CREATE VIEW family_list AS            -- entries that share a system block; saved and reused run over the life of the file
+SELECT printf('%016x', m.family) AS family, count(*) AS entries, round(sum(m.size) / 1048576.0, 2) AS mib,
+       round(sum(m.stored) / 1048576.0, 2) AS stored_mib, coalesce(f.saved, 0) AS saved, coalesce(f.reused, 0) AS reused,
+       min(m.excerpt) AS excerpt
+FROM meta m LEFT JOIN families f ON f.id = m.family
+GROUP BY m.family
+ORDER BY sum(m.stored) DESC;
+
+CREATE VIEW parts AS
+SELECT printf('%016x', b.entry) AS id, b.part, b.kind, round(b.size / 1048576.0, 2) AS mib,
+       round(b.stored / 1048576.0, 2) AS stored_mib, lower(hex(b.digest)) AS digest,
+       (SELECT count(*) FROM chunks c WHERE c.blob = b.id) AS chunks
+FROM blobs b WHERE b.entry IS NOT NULL
+ORDER BY b.stored DESC;
+
+CREATE VIEW savings AS
+SELECT class, entries, round(size / 1048576.0, 2) AS mib, round(stored / 1048576.0, 2) AS stored_mib,
+       round((size - stored) / 1048576.0, 2) AS shared_mib
+FROM totals;
+
+PRAGMA user_version = 2;
