@@ -11,7 +11,7 @@ from . import db, prefixes, queries
 from .check import Progress
 from .db import Connection, Database
 from .engine import Engine
-from .errors import BusyError, InvalidInputError, StoreIOError
+from .errors import BusyError, InvalidInputError, KVStoreError, StoreIOError
 from .hashing import Digests
 from .job import Job, new_id
 from .lru import RamCache
@@ -40,11 +40,12 @@ class Exported:
 def backup(database: Database, path: str, progress: Progress | None = None) -> None:
     """Copies a store, which may be in use, to a new file of mode 0600: complete, or not there at all.
 
-    The copy has the state of the moment it began. Raises InvalidInputError where there is such a file already.
+    The copy has the state of the moment it began. Raises InvalidInputError where there is such a file, or link, already.
     """
+    path = db.resolve_new(path)
     if os.path.lexists(path):
-        raise InvalidInputError(f"{path} is there already", hint="give the name of a new file")
-    folder, name = os.path.split(os.path.abspath(path))
+        raise _there_already(path)
+    folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name[:200]}.{secrets.token_hex(6)}.tmp")
     db.reserve_file(temporary)
     try:
@@ -69,19 +70,38 @@ def backup(database: Database, path: str, progress: Progress | None = None) -> N
         raise
 
 
+def _there_already(path: str) -> InvalidInputError:
+    return InvalidInputError(f"{path} is there already", hint="give the name of a new file")
+
+
 def _publish(temporary: str, path: str) -> None:
     """Gives a finished file its name, which must be new, once it is on the disk."""
     try:
-        for target in (temporary, os.path.dirname(temporary)):
-            if os.name != "nt" or target == temporary:
-                fd = os.open(target, os.O_RDWR if target == temporary else os.O_RDONLY)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
-        os.rename(temporary, path)
+        _sync(temporary)
+        try:
+            os.link(temporary, path)  # unlike a rename it takes no name that another process gave meanwhile
+        except FileExistsError as error:
+            raise _there_already(path) from error
+        except (OSError, NotImplementedError):  # a file system without second names
+            if os.path.lexists(path):
+                raise _there_already(path) from None
+            os.rename(temporary, path)
+        else:
+            os.unlink(temporary)
+        if os.name != "nt":
+            _sync(os.path.dirname(temporary))
     except OSError as error:
+        if isinstance(error, KVStoreError):
+            raise
         raise StoreIOError(f"{path} can not be written: {error.strerror}", path=path) from error
+
+
+def _sync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY if os.path.isdir(path) else os.O_RDWR)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def export(engine: Engine, id: int) -> Exported | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -36,6 +36,7 @@ from .records import (
 )
 
 ENTRIES_PER_PAGE = 256
+TRIES = 8  # of an open whose new file another process removes
 MAX_TIMEOUT = 2_000_000  # seconds; SQLite counts milliseconds in an int
 
 
@@ -53,10 +54,35 @@ def _close(engine: Engine, behind: WriteBehind, background: upkeep.Upkeep | None
     engine.ram.clear()
 
 
+def _open(path: str, build: Callable[[], Engine], *, create: bool, key: str | None) -> Engine:
+    """An engine whose file is prepared. Where that fails, a file that was created for it goes, unless another filled it."""
+    for tries_left in reversed(range(TRIES)):
+        if not create and path != db.MEMORY and not os.path.exists(path):
+            raise StoreIOError(f"{path} does not exist", path=path)
+        created = create and db.reserve_file(path)
+        before = db.identity(path)
+        try:
+            engine = build()
+            try:
+                engine.prepare()
+                engine.db.refuse_if_moved()
+            except BaseException:
+                engine.db.close()
+                raise
+        except BaseException as error:
+            if create and tries_left and isinstance(error, KVStoreError) and db.identity(path) != before:
+                continue  # another open that failed took the empty file away with it
+            if created:
+                db.remove_if_empty(path, before, key)
+            raise
+        return engine
+    raise AssertionError("the last try returns or raises")
+
+
 class Store:
     """LLM sequence states in one SQLite file, shared prefixes as deltas, with a RAM layer before it.
 
-    path: the file, created if it does not exist; ":memory:" for a store without one.
+    path: the file, created if it does not exist; ":memory:" for a store without one. A symbolic link is followed once, here.
     fingerprint: names model and context settings; put, match, get and the rest see only entries of the same one. A store
         opened without one matches entries that were put without one, and finds entries of any fingerprint by their id.
     cache_ram_mib: bounds the bytes that the RAM layer holds (0: off, -1: no limit).
@@ -102,37 +128,22 @@ class Store:
             raise InvalidInputError(f"min_saved_mib is {min_saved_mib}", hint="give 0 or more")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout <= MAX_TIMEOUT:
             raise InvalidInputError(f"timeout is {timeout!r}", hint=f"give seconds, from 0 to {MAX_TIMEOUT}")
-        created = False
         memory = self.path == db.MEMORY
         if not memory:
-            self.path = os.path.abspath(self.path)  # connections are opened later too, in whatever folder we are then
+            self.path = db.resolve(self.path)  # once: links and folders may change, and connections are opened later too
             db.refuse_network_filesystem(self.path)
-            if readonly:
-                if not os.path.exists(self.path):
-                    raise StoreIOError(f"{self.path} does not exist", path=self.path)
-            else:
-                created = db.reserve_file(self.path)
-        try:
-            database = db.Database(self.path, readonly=readonly, timeout=timeout, key=key)
-            engine = Engine(
-                database,
+
+        def build() -> Engine:
+            return Engine(
+                db.Database(self.path, readonly=readonly, timeout=timeout, key=key),
                 fingerprint=fingerprint,
                 ram=RamCache(policy.budget_bytes(cache_ram_mib)),
                 disk_budget=policy.budget_bytes(cache_disk_mib),
                 min_saved=int(min_saved_mib * policy.MIB),
                 verify=verify,
             )
-            try:
-                engine.prepare()
-            except BaseException:
-                database.close()
-                raise
-        except BaseException:
-            if created:
-                for suffix in ("", "-wal", "-shm"):
-                    with suppress(OSError):
-                        os.unlink(self.path + suffix)
-            raise
+
+        engine = _open(self.path, build, create=not readonly and not memory, key=key)
         self._engine = engine
         self._behind = WriteBehind(engine.ram, engine.tally.use)
         self._write_behind = write_behind and not readonly

@@ -279,14 +279,17 @@ def _tar_file(target: str, items: Iterator[Exported], force: bool) -> int:
     if os.path.lexists(target) and not force:
         raise InvalidInputError(f"{target} is there already", hint="give another name, or --force")
     folder, name = os.path.split(os.path.abspath(target))
-    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(6)}.tmp")
+    temporary = os.path.join(folder, f".{name[:200]}.{secrets.token_hex(6)}.tmp")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "wb") as out:
             n = bundle.to_tar(out, items)
             out.flush()
             os.fsync(out.fileno())
-        os.replace(temporary, target)
+        if force:
+            os.replace(temporary, target)
+        else:
+            _rename_new(temporary, target)
     except BaseException as error:
         with suppress(OSError):
             os.unlink(temporary)
@@ -294,6 +297,18 @@ def _tar_file(target: str, items: Iterator[Exported], force: bool) -> int:
             raise SlotFileError(f"cannot write {target}: {error.strerror}", hint="check the folder and the disk") from error
         raise
     return n
+
+
+def _rename_new(temporary: str, target: str) -> None:
+    """Gives a finished file its name, unless another process has taken that meanwhile."""
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        raise InvalidInputError(f"{target} is there already", hint="give another name, or --force") from None
+    except (OSError, NotImplementedError):  # a file system without second names
+        os.rename(temporary, target)
+    else:
+        os.unlink(temporary)
 
 
 @click.command(
