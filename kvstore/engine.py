@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from . import blobs, policy, prefixes, queries, tally, upgrade
+from . import blobs, policy, prefixes, queries, tally, upgrade, writers
 from .db import Connection, Database
 from .errors import BusyError, CorruptStoreError, DiskFullError, KVStoreError, NotFoundError, OverBudgetError
 from .job import Job
@@ -48,12 +48,10 @@ class Engine:
         self.tally = Tally()
         self.shelf = Shelf(ram, verify, self.tally.spent)
         self.space = Space(database, disk_budget, self.writing, self.evictor)
-        self.writer = blobs.writer_name()
         self.last_write = 0.0
         self.putting = 0  # puts under way
         self._fingerprint_id: int | None = None
         self._families: set[int] = set()
-        self._cut_off: list[int] = []
         self._clock = 0
         self._clock_lock = threading.Lock()
 
@@ -152,12 +150,9 @@ class Engine:
         upgrade.prepare(self.db)
         if self.db.readonly:
             return
-        with self.db.read() as c:
-            left = queries.staged(c)
-        if any(not blobs.writer_alive(writer) for _, writer in left):
-            with suppress(DiskFullError):  # what is stored can still be read
-                with self.db.write() as c:
-                    n = blobs.reclaim(c)
+        with suppress(DiskFullError, BusyError):  # what is stored can still be read; the upkeep tries again
+            n = self.clear_cut_off()
+            if n:
                 log.info("reclaimed the space of %d states that were cut off while being written", n)
         with suppress(OverBudgetError):  # what is left is the empty schema
             self.space.make(0, 0, None)
@@ -291,29 +286,29 @@ class Engine:
             write = functools.partial(blobs.write, kick=kick, kicks=kicks)
             if total <= batch:
                 with self.space.room(need, need, spare) as (c, dropped):
-                    staged = self._stage(c, parts)
+                    staged = self._stage(c, parts, writers.process_name())
                     for blob, part in zip(staged, parts, strict=True):
                         write(c, blob, part.data)
                     return self._publish(c, job, parts, staged, parent, prefix, dropped)
-            staged = []
-            try:
+            with self._staging() as writer:
                 with self.space.room(need, batch, spare, durable=False) as (c, _):
-                    staged = self._stage(c, parts)
-                self._write_batches(parts, staged, need, batch, spare, write)
+                    staged = self._stage(c, parts, writer)
+                self._write_batches(parts, staged, need, batch, spare, writer, write)
                 with self.space.room(need - total, need - total, spare) as (c, dropped):
                     for blob, part in zip(staged, parts, strict=True):
                         if queries.chunk_total(c, blob)[1] != part.data.size:
                             raise _Lost
                     return self._publish(c, job, parts, staged, parent, prefix, dropped)
-            except BaseException:
-                with self._clock_lock:
-                    self._cut_off.extend(staged)
-                with suppress(KVStoreError):  # where even this fails the upkeep tries again, or the next open
-                    self.clear_cut_off()
-                raise
 
     def _write_batches(
-        self, parts: list[Part], staged: list[int], need: int, batch: int, spare: int | None, write: Callable[..., int]
+        self,
+        parts: list[Part],
+        staged: list[int],
+        need: int,
+        batch: int,
+        spare: int | None,
+        writer: str,
+        write: Callable[..., int],
     ) -> None:
         count = max(1, batch // blobs.CHUNK_BYTES)
         logged = 0
@@ -322,7 +317,7 @@ class Engine:
             while seq >= 0:
                 left = need - seq * blobs.CHUNK_BYTES
                 with self.space.room(left, min(left, batch), spare, durable=False) as (c, _):
-                    if queries.blob_writer(c, blob) != self.writer:
+                    if queries.blob_writer(c, blob) != writer:
                         raise _Lost
                     seq = write(c, blob, part.data, seq, count)
                 logged += count * blobs.CHUNK_BYTES
@@ -331,25 +326,49 @@ class Engine:
                     logged = 0
             need -= part.data.size
 
-    def clear_cut_off(self) -> None:
-        """Deletes what failed puts left staged, and gives the space back: the disk may be full because of it."""
-        with self._clock_lock:
-            left = list(self._cut_off)
-        if not left:
-            return
-        with self.db.write(durable=False) as c:
-            before = queries.pages(c)[2]
-            for blob in left:
-                if queries.blob_writer(c, blob) == self.writer:
-                    queries.delete_blob(c, blob)
-            if (freed := queries.pages(c)[2] - before) > 0:
-                queries.incremental_vacuum(c, freed)
-        with self._clock_lock:
-            self._cut_off = [blob for blob in self._cut_off if blob not in left]
-        self.db.checkpoint(truncate=True, wait=False)
+    @contextmanager
+    def _staging(self) -> Iterator[str]:
+        """The name of a writer, for blobs that are committed before they belong to an entry.
 
-    def _stage(self, c: Connection, parts: list[Part]) -> list[int]:
-        return [queries.stage_blob(c, p.name, p.kind, p.size, p.data.size, self.writer) for p in parts]
+        Where the put fails they go: the disk may be full because of them. Where even that fails, the upkeep tries again.
+        """
+        writer = writers.Writer(None if self.db.memory else self.db.path)
+        try:
+            yield writer.name
+        except BaseException:
+            writer.close()
+            with suppress(KVStoreError):
+                self.clear_cut_off()
+            raise
+        finally:
+            writer.close()
+
+    def reclaim(self, c: Connection) -> int:
+        """Deletes what puts that failed, or whose process died, left staged; gives the number of blobs."""
+        path = None if self.db.memory else self.db.path
+        dead = [blob for blob, writer in queries.staged(c) if not writers.alive(writer, path)]
+        return sum(queries.delete_staged(c, blob) for blob in dead)
+
+    def clear_cut_off(self, *, wait: bool = True) -> int:
+        """`reclaim`, in a transaction of its own where there is something to do; gives the space back."""
+        path = None if self.db.memory else self.db.path
+        with self.db.read() as c:
+            left = queries.staged(c)
+        n = 0
+        if any(not writers.alive(writer, path) for _, writer in left):
+            self.space.empty_log(wait=wait)
+            with self.db.write(durable=False, wait=wait) as c:
+                before = queries.pages(c)[2]
+                n = self.reclaim(c)
+                if (freed := queries.pages(c)[2] - before) > 0:
+                    queries.incremental_vacuum(c, self.space.bite(freed, 3))
+            self.db.checkpoint(truncate=True, wait=False)
+        if path is not None:
+            writers.sweep(path)
+        return n
+
+    def _stage(self, c: Connection, parts: list[Part], writer: str) -> list[int]:
+        return [queries.stage_blob(c, p.name, p.kind, p.size, p.data.size, writer) for p in parts]
 
     def evictor(self, dropped: list[tuple[Entry, str]]) -> Callable[[Connection, int, str], None]:
         return lambda c, id, why: self.drop(c, id, why, dropped)
@@ -523,7 +542,7 @@ class Engine:
         """Stores the same states of an entry in another form, inside a transaction that has made room for them."""
         for row in queries.blobs(c, entry.id):
             queries.delete_blob(c, row.id)
-        staged = self._stage(c, parts)
+        staged = self._stage(c, parts, writers.process_name())
         for blob, part in zip(staged, parts, strict=True):
             blobs.write(c, blob, part.data)
             queries.finish_blob(c, blob, entry.id, part.digest)

@@ -44,7 +44,7 @@ def repair(engine: Engine, problems: Sequence[Problem]) -> list[int]:
             continue
     if "rows" in remedies or bad:
         _attempt(engine, queries.delete_orphans)
-        _attempt(engine, blobs.reclaim)
+        _attempt(engine, engine.reclaim)
         _attempt(engine, audit.clear_writers)
     for id in sorted({p.entry for p in problems if p.remedy == "cuts" and p.entry is not None} - set(removed)):
         _attempt(engine, lambda c, id=id: _find_cuts(engine, c, id))  # type: ignore[misc]

@@ -463,12 +463,13 @@ class Store:
         return check.verify(self._engine.db)
 
     def gc(self) -> list[int]:
-        """Removes what expired, and gives all free space back to the file system; the ids that went."""
+        """Removes what expired and what failed puts left, gives all free space back to the file system; the ids that went."""
         self._settle()
         removed: list[int] = []
         while gone := upkeep.expire(self._engine, 1024, wait=True):
             removed += gone
         upkeep.sweep(self._engine)
+        self._engine.clear_cut_off()
         self._engine.space.give_back_all()
         return removed
 

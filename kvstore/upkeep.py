@@ -72,34 +72,49 @@ class Upkeep:
             engine = self._engine()
             if engine is None or self._stop.is_set():
                 return
-            try:
-                self._tick(engine)
-            except KVStoreError as error:
-                log.debug("upkeep put off: %s", error)
+            self._tick(engine)
             del engine
 
     def _tick(self, engine: Engine) -> None:
         if engine.putting and engine.db.wal_bytes() < LOG_BYTES:
-            return  # its log is copied when it is done: both at once are slower than one after the other
+            return  # let the put finish first: a checkpoint during a put is slower than one after the other
         quiet = time.monotonic() - engine.last_write > QUIET_SECONDS
-        if engine.db.wal_bytes():
-            engine.db.checkpoint(truncate=quiet, wait=False)
-        engine.clear_cut_off()
+        steps: list[Callable[[], object]] = [
+            lambda: engine.db.wal_bytes() and engine.db.checkpoint(truncate=quiet, wait=False),
+            lambda: engine.clear_cut_off(wait=False),
+            lambda: self._flush(engine),
+            lambda: self._sweep(engine),
+            lambda: self._expire(engine),
+            self._learn or (lambda: None),
+            lambda: self._give_back(engine) if quiet else None,
+        ]
+        for step in steps:
+            if self._stop.is_set():
+                return
+            try:
+                step()
+            except KVStoreError as error:  # where one cannot be done, on a full disk, another may make room
+                log.debug("upkeep put off: %s", error)
+
+    def _flush(self, engine: Engine) -> None:
         if engine.tally:
             with engine.writing(durable=False, wait=False):
                 pass
+
+    def _sweep(self, engine: Engine) -> None:
         if not self._swept:
             sweep(engine)
             self._swept = True
+
+    def _expire(self, engine: Engine) -> None:
         while expire(engine) and not self._stop.is_set():
             pass
-        if self._learn is not None:
-            self._learn()
-        if quiet:
-            with engine.db.read() as c:
-                free = queries.pages(c)[2]
-            while free and not self._stop.is_set():
-                left = engine.space.give_back(FREE_PAGES_PER_BITE)
-                if left == free:
-                    break
-                free = left
+
+    def _give_back(self, engine: Engine) -> None:
+        with engine.db.read() as c:
+            free = queries.pages(c)[2]
+        while free and not self._stop.is_set():
+            left = engine.space.give_back(FREE_PAGES_PER_BITE)
+            if left == free:
+                break
+            free = left

@@ -15,7 +15,7 @@ FLOORS: list[set[str]] = [
     {"errors", "header", "native", "native.build", "paths", "records"},
     # formats and single resources, each by itself
     {"arguments", "bkvd", "db", "hashing", "layout", "layout_cells", "layout_convert", "layout_crop", "layout_parse",
-     "layout_types", "lru", "meta", "policy", "slotfile", "wal"},
+     "layout_types", "lru", "meta", "policy", "slotfile", "wal", "writers"},
     # the file's tables
     {"audit", "queries", "upgrade", "migrations"},
     # what is made of rows
