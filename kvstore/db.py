@@ -496,8 +496,11 @@ def remove_if_empty(path: str, created: tuple[int, int] | None, key: str | None)
             if key is not None:
                 apply_key(connection, key, path)
             connection.pragma("locking_mode", "exclusive")
-            connection.execute("BEGIN EXCLUSIVE")
-            if is_empty(connection) and identity(path) == created:
+            connection.execute("BEGIN")
+            # The read locks an empty file against commits, and one with a log against everyone: neither writes anything.
+            # Who had begun to fill the empty file finds that it was removed, and opens anew.
+            locked = is_empty(connection) and (os.path.getsize(path) == 0 or connection.pragma("journal_mode") == "wal")
+            if locked and identity(path) == created:
                 keep_log(connection)
                 for suffix in ("-wal", "-shm", "-journal", ""):
                     with suppress(FileNotFoundError):

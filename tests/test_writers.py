@@ -223,7 +223,8 @@ def test_a_child_that_outlives_its_parent_keeps_nothing_staged(path: Path) -> No
 
 @pytest.mark.parametrize(
     "writer",
-    ["", "x", ":", "0:", "0:1", "-1:1", "+1:1", " 1:1", "1:", "1:x", "1", "\u0661:1", "99999999999:1", "9" * 400 + ":1", "4194399:1",
+    ["", "x", ":", "0:", "0:1", "-1:1", "+1:1", " 1:1", "1:", "1:x", "1", "\u0661:1", "99999999999:1", "9" * 400 + ":1",
+     "4194399:1",
      "2147483648:1", "lock:", "lock:zz:1", "lock:ffffffffffffffff:1", "lock:0000000000000001:1", "lock:" + "0" * 16 + ":",
      f"{os.getpid()}:1", f"{os.getpid()}:12:ab", "\0", "1:1\n", b"\xff\xfe:1", "a" * 100_000],
     ids=range(27),
@@ -296,10 +297,9 @@ def test_what_a_failed_put_left_goes_without_an_open(kind: str, path: Path) -> N
 
 def test_a_budget_that_the_staged_data_of_others_exceeds(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Store(path) as store:
-        with Paused(store, monkeypatch, [1]):
-            with Store(path, cache_disk_mib=4) as small:
-                assert len(staged(path)) == 1
-                small.gc()
+        with Paused(store, monkeypatch, [1]), Store(path, cache_disk_mib=4) as small:
+            assert len(staged(path)) == 1
+            small.gc()
         assert store.match([1]) is not None
 
 
