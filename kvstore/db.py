@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import apsw
 
-from . import header
+from . import disk, header
 from .errors import (
     BusyError,
     ClosedError,
@@ -64,6 +64,8 @@ JOURNAL_MODE = "wal"
 # Pages; the pager spills into the log beyond this. 8 MiB was as fast as any; 100 MiB was a third slower.
 CACHE_KIB = 8192
 READERS_KEPT = 8
+# With less free than this beside what a transaction adds, its blocks are taken before the commit.
+NEARLY_FULL = 256 << 20
 # Releases whose readers can stay at an old state of the file, seen with the tests of this project (3.54.1 is right again).
 _BROKEN_SQLITE = {"3.54.0"}
 
@@ -72,7 +74,7 @@ def translate(error: apsw.Error, path: str, key: bool = False) -> KVStoreError:
     """The error of kvstore that one of SQLite's is."""
     if isinstance(error, apsw.BusyError | apsw.LockedError):
         return BusyError(f"{path} is locked by another connection", path=path)
-    if isinstance(error, apsw.FullError):
+    if isinstance(error, apsw.FullError) or getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_SHMSIZE:
         return DiskFullError(f"the disk of {path} is full", path=path)
     if isinstance(error, apsw.ReadOnlyError):
         return ReadOnlyError(
@@ -227,7 +229,6 @@ class Database:
             raise BusyError(f"{self.path} is being written by another thread", path=self.path)
         try:
             self.check()
-            self.refuse_if_moved()
             connection = self._writer
             with translated(self.path):
                 synchronous = "full" if durable else "normal"
@@ -245,6 +246,7 @@ class Database:
                     self._log = identity(self.path + "-wal")
                 try:
                     yield connection
+                    self._secure_room(connection)
                     connection.execute("COMMIT")
                 except BaseException:
                     if not connection.get_autocommit():
@@ -253,6 +255,25 @@ class Database:
                     raise
         finally:
             self._lock.release()
+
+    def _secure_room(self, connection: Connection) -> None:
+        """Takes, on a disk that is nearly full, the blocks that the log will need when it is copied into the file.
+
+        A log that cannot be copied can never be emptied, and then even a delete finds no room. Raises DiskFullError.
+        """
+        if self.memory:
+            return
+        self.refuse_if_moved()
+        size = os.stat(self.path).st_size
+        growth = int(connection.pragma("page_count")) * int(connection.pragma("page_size")) - size
+        short = growth > 0 and disk.free_bytes(self.path) < growth + NEARLY_FULL
+        if short and disk.reserve_behind(self.path, growth) is False:
+            raise DiskFullError(f"the disk of {self.path} is full", path=self.path)
+
+    def leave_spare(self) -> None:
+        """Leaves blocks behind the end of the file for who opens it on a full disk; `relieve` gives them back."""
+        if not self.memory and not self.readonly and identity(self.path) == self._identity:
+            disk.reserve_behind(self.path, disk.SPARE_BYTES)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -483,6 +504,27 @@ def keep_log(connection: Connection) -> None:
     keep = ctypes.c_int(1)
     with suppress(apsw.Error):
         connection.file_control("main", apsw.SQLITE_FCNTL_PERSIST_WAL, ctypes.addressof(keep))
+
+
+def relieve(path: str, key: str | None) -> None:
+    """Makes what room it can on the full disk of a store that nobody has open: its log, and the blocks `leave_spare` left.
+
+    Needs none itself: with a lock that keeps all others out SQLite needs no shared memory.
+    """
+    with suppress(apsw.Error, KVStoreError, OSError):
+        if not os.path.getsize(path):
+            return
+        connection = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READWRITE)
+        try:
+            if key is not None:
+                apply_key(connection, key, path)
+            connection.pragma("locking_mode", "exclusive")
+            if connection.pragma("application_id") == APPLICATION_ID and connection.pragma("journal_mode") == "wal":
+                with suppress(apsw.Error):
+                    connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+                disk.give_up_behind(path)
+        finally:
+            connection.close(True)
 
 
 def remove_if_empty(path: str, created: tuple[int, int] | None, key: str | None) -> None:

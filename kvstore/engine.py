@@ -9,15 +9,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from . import blobs, policy, prefixes, queries, tally, upgrade, writers
 from .db import Connection, Database
+from .disk import SPARE_BYTES, Spare, free_bytes
 from .errors import BusyError, CorruptStoreError, DiskFullError, KVStoreError, NotFoundError, OverBudgetError
 from .job import Job
 from .lru import RamCache
 from .records import Entry, EntryClass, SavedState, Source, hex_id
 from .shelf import Damaged, Parent, Part, Shelf, learned_prefix
-from .space import Space
+from .space import LOG_PAGES, NEW_PAGES, Space
 from .tally import Tally
 
 log = logging.getLogger("kvstore")
@@ -29,6 +31,9 @@ TRIES = 8  # of a put whose parent or staged blob another process removes
 # Why an entry may go: what someone asked for is no eviction, and what a newer entry serves is no loss.
 ASKED = ("deleted", "taken")
 QUIET = (*ASKED, "contained", "replaced")
+
+
+T = TypeVar("T")
 
 
 class _Lost(Exception):
@@ -47,7 +52,8 @@ class Engine:
         self.min_saved = min_saved
         self.tally = Tally()
         self.shelf = Shelf(ram, verify, self.tally.spent)
-        self.space = Space(database, disk_budget, self.writing, self.evictor)
+        self.space = Space(database, disk_budget, self.writing, self.evictor, self._relieve)
+        self.spare: Spare | None = None
         self.last_write = 0.0
         self.putting = 0  # puts under way
         self._fingerprint_id: int | None = None
@@ -126,6 +132,32 @@ class Engine:
             level = logging.INFO if why in QUIET else logging.WARNING
             log.log(level, "dropped entry %s (%d tokens): %s", entry.hex_id, entry.n_tokens, why)
 
+    def freeing(self, step: Callable[[], T]) -> T:
+        """Runs what frees space. On a full disk again: with the log emptied, then with the spare blocks given up.
+
+        Who makes room must be able to. The spare is taken again when there is room for it.
+        """
+        try:
+            return step()
+        except DiskFullError:
+            with suppress(KVStoreError):
+                self.db.checkpoint(truncate=True)
+        try:
+            return step()
+        except DiskFullError:
+            if not self._relieve():
+                raise
+        return step()
+
+    def _relieve(self) -> bool:
+        """Gives up the spare blocks on a full disk; False where there are none."""
+        return self.spare is not None and self.spare.give_up()
+
+    def take_spare(self) -> None:
+        """Takes spare blocks again where they were given up, once the disk has room to spare."""
+        if self.spare is not None and not self.spare.held and free_bytes(self.db.path) > 8 * SPARE_BYTES:
+            self.spare.take()
+
     def flush(self) -> None:
         """Takes the tally to the file."""
         if self.tally:
@@ -154,8 +186,14 @@ class Engine:
             n = self.clear_cut_off()
             if n:
                 log.info("reclaimed the space of %d states that were cut off while being written", n)
-        with suppress(OverBudgetError):  # what is left is the empty schema
-            self.space.make(0, 0, None)
+        with suppress(DiskFullError, BusyError):
+            self.keep_inside()
+
+    def keep_inside(self) -> list[int]:
+        """Brings the file, which another budget may have let grow, inside this store's; the ids that went."""
+        gone: list[int] = []
+        self.freeing(lambda: self.space.shrink(gone))
+        return gone
 
     # -- put
 
@@ -171,6 +209,7 @@ class Engine:
 
     def _put(self, job: Job, owned: bool, release: Callable[[], None] | None) -> Entry:
         started = time.perf_counter()
+        full = False
         for _ in range(TRIES):
             with self.db.read() as c:
                 fingerprint = self.fingerprint_id(c)
@@ -198,6 +237,9 @@ class Engine:
                 if keeping is not None:
                     keeping.cancel()
                 if isinstance(error, _Lost):
+                    continue
+                if isinstance(error, DiskFullError) and not full and self._has_room(parts):
+                    full = True
                     continue
                 raise
             break
@@ -271,6 +313,15 @@ class Engine:
             if job.head != queries.head(c, entry.id):
                 queries.set_head(c, entry.id, job.head)
         return entry
+
+    def _has_room(self, parts: list[Part]) -> bool:
+        """Whether a disk that was full has room for a put, now that the log is empty: for its pages, and again in the log."""
+        if self.db.memory:
+            return False
+        with suppress(KVStoreError):
+            self.db.checkpoint(truncate=True)
+        total = sum(part.data.size for part in parts)
+        return free_bytes(self.db.path) > 2 * total + (LOG_PAGES + NEW_PAGES) * self.space.page_size
 
     def _write(
         self, job: Job, parts: list[Part], parent: Parent | None, prefix: tuple[int, int] | None
@@ -356,15 +407,18 @@ class Engine:
             left = queries.staged(c)
         n = 0
         if any(not writers.alive(writer, path) for _, writer in left):
-            self.space.empty_log(wait=wait)
-            with self.db.write(durable=False, wait=wait) as c:
-                before = queries.pages(c)[2]
-                n = self.reclaim(c)
-                if (freed := queries.pages(c)[2] - before) > 0:
-                    queries.incremental_vacuum(c, self.space.bite(freed, 3))
-            self.db.checkpoint(truncate=True, wait=False)
+            n = self.freeing(lambda: self._reclaim(wait))
         if path is not None:
             writers.sweep(path)
+        return n
+
+    def _reclaim(self, wait: bool) -> int:
+        self.space.empty_log(wait=wait)
+        with self.db.write(durable=False, wait=wait) as c:
+            n = self.reclaim(c)
+        with suppress(DiskFullError), self.db.write(durable=False, wait=wait) as c:
+            queries.incremental_vacuum(c, self.space.bite(queries.pages(c)[2], 3))
+        self.db.checkpoint(truncate=True, wait=False)
         return n
 
     def _stage(self, c: Connection, parts: list[Part], writer: str) -> list[int]:
@@ -474,10 +528,7 @@ class Engine:
     # -- delete
 
     def delete(self, id: int, children: str, why: str = "deleted") -> list[int]:
-        try:
-            removed = self._delete(id, children, why)
-        except DiskFullError:
-            removed = self._delete(id, children, why)  # the log was emptied: who makes room gets a second try
+        removed = self.freeing(lambda: self._delete(id, children, why))
         self.last_write = time.monotonic()  # a put that takes the place may come
         return removed
 

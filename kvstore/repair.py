@@ -163,12 +163,16 @@ def remove_if_unused(path: str, created: tuple[int, int] | None, key: str | None
     except KVStoreError:
         return
     try:
-        with database.write() as c:
-            if db.is_empty(c) or not queries.all_ids(c):
-                db.keep_log(c)
-                for suffix in ("-wal", "-shm", ""):
-                    with suppress(OSError):
-                        os.unlink(path + suffix)
+        with database.exclusive() as c:
+            c.execute("BEGIN IMMEDIATE")  # nobody puts to it now
+            try:
+                if db.is_empty(c) or not queries.all_ids(c):
+                    db.keep_log(c)
+                    for suffix in ("-wal", "-shm", ""):
+                        with suppress(OSError):
+                            os.unlink(path + suffix)
+            finally:
+                c.execute("ROLLBACK")
     except KVStoreError:
         return
     finally:

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from . import check, db, layout, learning, meta, policy, prefixes, queries, upkeep
+from . import check, db, disk, layout, learning, meta, policy, prefixes, queries, upkeep
 from .arguments import as_array, as_tokens, choice, entry_id, is_text, whole
 from .behind import Pending, WriteBehind
 from .engine import Engine
-from .errors import InvalidInputError, KVStoreError, NotFoundError, StoreIOError
+from .errors import DiskFullError, InvalidInputError, KVStoreError, NotFoundError, StoreIOError
 from .hashing import Digests, family
 from .job import Job, new_id
 from .lru import RamCache
@@ -50,19 +50,29 @@ def _close(engine: Engine, behind: WriteBehind, background: upkeep.Upkeep | None
         for step in (engine.clear_cut_off, engine.flush, lambda: upkeep.expire(engine), engine.db.truncate_log):
             with suppress(KVStoreError):  # what fails here (a full disk, a writer elsewhere) costs counts, not entries
                 step()
+        if engine.spare is not None:
+            engine.spare.give_up()
+        engine.db.leave_spare()
     engine.db.close()
     engine.ram.clear()
 
 
 def _open(path: str, build: Callable[[], Engine], *, create: bool, key: str | None) -> Engine:
     """An engine whose file is prepared. Where that fails, a file that was created for it goes, unless another filled it."""
+    spare = None
     for tries_left in reversed(range(TRIES)):
         if not create and path != db.MEMORY and not os.path.exists(path):
             raise StoreIOError(f"{path} does not exist", path=path)
         created = create and db.reserve_file(path)
         before = db.identity(path)
+        if create and spare is None:
+            spare = disk.Spare(path)
+            if not spare.held and disk.free_bytes(path) < disk.SPARE_BYTES:
+                db.relieve(path, key)
+                spare.take()
         try:
             engine = build()
+            engine.spare = spare
             try:
                 engine.prepare()
                 engine.db.refuse_if_moved()
@@ -70,8 +80,12 @@ def _open(path: str, build: Callable[[], Engine], *, create: bool, key: str | No
                 engine.db.close()
                 raise
         except BaseException as error:
-            if create and tries_left and isinstance(error, KVStoreError) and db.identity(path) != before:
-                continue  # another open that failed took the empty file away with it
+            full = isinstance(error, DiskFullError) and spare is not None and spare.give_up()
+            moved = create and isinstance(error, KVStoreError) and db.identity(path) != before
+            if tries_left and (full or moved):  # moved: another open that failed took the empty file away with it
+                continue
+            if spare is not None:
+                spare.give_up()
             if created:
                 db.remove_if_empty(path, before, key)
             raise
@@ -466,11 +480,13 @@ class Store:
         """Removes what expired and what failed puts left, gives all free space back to the file system; the ids that went."""
         self._settle()
         removed: list[int] = []
-        while gone := upkeep.expire(self._engine, 1024, wait=True):
+        engine = self._engine
+        while gone := upkeep.expire(engine, 1024, wait=True):
             removed += gone
-        upkeep.sweep(self._engine)
-        self._engine.clear_cut_off()
-        self._engine.space.give_back_all()
+        engine.freeing(lambda: upkeep.sweep(engine))
+        engine.clear_cut_off()
+        removed += engine.keep_inside()
+        engine.freeing(engine.space.give_back_all)
         return removed
 
     def flush(self) -> None:

@@ -25,8 +25,10 @@ def expire(engine: Engine, limit: int = EXPIRED_PER_BITE, *, wait: bool = False)
     """Deletes up to `limit` expired entries, with those stored against them; gives their ids."""
     with engine.db.read() as c:
         ids = queries.expired(c, engine.now(), limit)
-    if not ids:
-        return []
+    return engine.freeing(lambda: _expire(engine, limit, wait)) if ids else []
+
+
+def _expire(engine: Engine, limit: int, wait: bool) -> list[int]:
     engine.space.empty_log(wait=wait)
     with engine.writing(durable=False, wait=wait) as (c, dropped):
         for id in queries.expired(c, engine.now(), engine.space.bite(limit, PAGES_EVICTED)):
@@ -87,6 +89,7 @@ class Upkeep:
             lambda: self._expire(engine),
             self._learn or (lambda: None),
             lambda: self._give_back(engine) if quiet else None,
+            engine.take_spare,
         ]
         for step in steps:
             if self._stop.is_set():

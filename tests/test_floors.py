@@ -12,7 +12,7 @@ import kvstore
 ROOT = Path(kvstore.__file__).parent
 FLOORS: list[set[str]] = [
     # facts: errors, records, what the C code and a file's header look like
-    {"errors", "header", "native", "native.build", "paths", "records"},
+    {"disk", "errors", "header", "native", "native.build", "paths", "records"},
     # formats and single resources, each by itself
     {"arguments", "bkvd", "db", "hashing", "layout", "layout_cells", "layout_convert", "layout_crop", "layout_parse",
      "layout_types", "lru", "meta", "policy", "slotfile", "wal", "writers"},
