@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 
@@ -103,50 +99,3 @@ def write(
         if kick is not None and (seq % every == 0 or last - seq == before_end):
             kick()
     return -1
-
-
-# -- who writes: a blob without an entry belongs to a living process, or is rubbish
-
-
-def _started(pid: int) -> str:
-    """When the process started, as Linux counts it; '' elsewhere. A process id alone may be used again."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
-
-
-def writer_name() -> str:
-    return f"{os.getpid()}:{_started(os.getpid())}"
-
-
-def writer_alive(name: str) -> bool:
-    """True where the process that `writer_name` named is running. A wrong False costs that writer one retry."""
-    pid_text, _, started = name.partition(":")
-    try:
-        pid = int(pid_text)
-    except ValueError:
-        return False
-    if pid == os.getpid():
-        return started == _started(pid)
-    if sys.platform == "win32":
-        import ctypes
-
-        handle = ctypes.windll.kernel32.OpenProcess(0x1000, False, pid)  # PROCESS_QUERY_LIMITED_INFORMATION
-        if handle:
-            ctypes.windll.kernel32.CloseHandle(handle)
-        return bool(handle)
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return not started or _started(pid) == started
-
-
-def reclaim(c: Connection) -> int:
-    """Deletes the blobs whose writer died; gives their number."""
-    dead = [blob for blob, writer in queries.staged(c) if not writer_alive(writer)]
-    for blob in dead:
-        queries.delete_blob(c, blob)
-    return len(dead)

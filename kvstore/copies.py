@@ -11,7 +11,7 @@ from .check import Progress
 from .db import Connection, Database
 from .engine import Engine
 from .entry_reader import Damaged
-from .errors import BusyError, InvalidInputError
+from .errors import BusyError, InvalidInputError, KVStoreError
 from .hashing import Digests
 from .job import Job, new_id
 from .lru import RamCache
@@ -40,10 +40,11 @@ class Exported:
 def backup(database: Database, path: str, progress: Progress | None = None) -> None:
     """Copies a store, which may be in use, to a new file of mode 0600: complete, or not there at all.
 
-    The copy has the state of the moment it began. Raises InvalidInputError where there is such a file already.
+    The copy has the state of the moment it began. Raises InvalidInputError where there is such a file, or link, already.
     """
+    path = db.resolve_new(path)
     if os.path.lexists(path):
-        raise InvalidInputError(f"{path} is there already", hint="give the name of a new file")
+        raise _there_already(path)
     temporary = fsutil.temporary_name(path)
     db.reserve_file(temporary, path)
     try:
@@ -68,13 +69,21 @@ def backup(database: Database, path: str, progress: Progress | None = None) -> N
         raise
 
 
+def _there_already(path: str) -> InvalidInputError:
+    return InvalidInputError(f"{path} is there already", hint="give the name of a new file")
+
+
 def _publish(temporary: str, path: str) -> None:
     """Gives a finished file its name, which must be new, once it is on the disk."""
     try:
         fsutil.fsync_file(temporary)
-        os.rename(temporary, path)
+        fsutil.give_name(temporary, path, replace=False)
         fsutil.fsync_dir(os.path.dirname(temporary))
+    except FileExistsError as error:
+        raise _there_already(path) from error
     except OSError as error:
+        if isinstance(error, KVStoreError):
+            raise
         raise fsutil.error_of(error, path) from error
 
 

@@ -11,6 +11,7 @@ import errno
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from typing import Any, TypeAlias
 
 import apsw
 
-from . import fsutil, header
+from . import disk, fsutil, header
 from .errors import (
     BusyError,
     ClosedError,
@@ -32,10 +33,15 @@ from .errors import (
     NotAStoreError,
     ReadOnlyError,
     StoreIOError,
-    UnsafeFilesystemError,
     WrongKeyError,
 )
 from .header import EMPTY, Header
+from .paths import identity as identity
+from .paths import other_name_in_use
+from .paths import refuse_network_filesystem as refuse_network_filesystem
+from .paths import reserve_file as reserve_file
+from .paths import resolve as resolve
+from .paths import resolve_new as resolve_new
 from .wal import Syncer, reserve
 
 Connection: TypeAlias = apsw.Connection
@@ -61,13 +67,10 @@ JOURNAL_MODE = "wal"
 # Pages; the pager spills into the log beyond this. 8 MiB was as fast as any; 100 MiB was a third slower.
 CACHE_KIB = 8192
 READERS_KEPT = 8
+# With less free than this beside what a transaction adds, its blocks are taken before the commit.
+NEARLY_FULL = 256 << 20
 # Releases whose readers can stay at an old state of the file, seen with the tests of this project (3.54.1 is right again).
 _BROKEN_SQLITE = {"3.54.0"}
-
-_NETWORK_FILESYSTEMS = {
-    "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "gfs2", "ocfs2", "beegfs",
-    "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.rclone", "fuse.s3fs", "fuse.gcsfuse", "davfs", "fuse.davfs2",
-}  # fmt: skip
 
 
 # The errors of a read that SQLite reports as damage ("database disk image is malformed") instead of an I/O error.
@@ -107,7 +110,7 @@ def translate(error: apsw.Error, path: str, key: bool = False, connection: Conne
         return StoreIOError(f"{path} cannot be read: {reason}", path=path, hint="check the disk, then try again")
     if isinstance(error, apsw.BusyError | apsw.LockedError):
         return BusyError(f"{path} is locked by another connection", path=path)
-    if isinstance(error, apsw.FullError):
+    if isinstance(error, apsw.FullError) or getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_SHMSIZE:
         return DiskFullError(f"the disk of {path} is full", path=path)
     if isinstance(error, apsw.ReadOnlyError):
         return ReadOnlyError(
@@ -139,50 +142,6 @@ def translated(path: str, key: bool = False, connection: Connection | None = Non
         raise translate(error, path, key, connection) from error
 
 
-def network_filesystem(path: Path, mountinfo: str) -> str | None:
-    """The type of the network file system that `path` lies on, by the text of /proc/self/mountinfo, or None."""
-    best, kind = "", None
-    for line in mountinfo.splitlines():
-        left, _, right = line.partition(" - ")
-        fields = left.split()
-        if len(fields) < 5 or not right:
-            continue
-        point = fields[4].encode().decode("unicode_escape")
-        inside = point == "/" or str(path) == point or str(path).startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, right.split()[0]
-    return kind if kind in _NETWORK_FILESYSTEMS else None
-
-
-def refuse_network_filesystem(path: str) -> None:
-    """Raises UnsafeFilesystemError where the write-ahead log's shared memory would not be shared."""
-    kind: str | None = None
-    if sys.platform == "win32":
-        if path.startswith(("\\\\", "//")):
-            kind = "a network share"
-    else:
-        with suppress(OSError):
-            mountinfo = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
-            kind = network_filesystem(Path(path).resolve(), mountinfo)
-    if kind:
-        raise UnsafeFilesystemError(f"{path} lies on a network file system ({kind})", path=path, filesystem=kind)
-
-
-def reserve_file(path: str, shown: str | None = None) -> bool:
-    """Creates an empty file that only its owner can read and write; False where there already is one.
-
-    SQLite gives its log and shared memory the mode of the database, so those are private as well. `shown` is the path that
-    an error names.
-    """
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, fsutil.PRIVATE))
-    except FileExistsError:
-        return False
-    except OSError as error:
-        raise fsutil.error_of(error, shown or path, "create", denied=ReadOnlyError) from error
-    return True
-
-
 def refuse_other_kinds(path: str) -> None:
     """Raises StoreIOError where there is something else than a regular file: a directory, a FIFO, a device."""
     kind = fsutil.kind_of(path)
@@ -203,7 +162,7 @@ class Database:
                 f"SQLite {apsw.sqlite_lib_version()} can give old states of a file to its readers",
                 hint="install another release of apsw",
             )
-        self.path = path
+        self.path = path if path == MEMORY else resolve(path)
         self.readonly = readonly
         self.timeout = timeout
         self.memory = path == MEMORY
@@ -219,7 +178,14 @@ class Database:
         if not self.memory:
             refuse_other_kinds(path)
         if not self.memory and key is None:
-            refuse(path, peek(path))
+            refuse_other_programs(self.path)
+        if not self.memory and (other := other_name_in_use(self.path)) is not None:
+            raise StoreIOError(
+                f"{self.path} is a hard link to {other}, which has a log", path=self.path, hint=f"open it as {other}"
+            )
+        self._identity = None if self.memory else identity(self.path)
+        self._log: tuple[int, int] | None = None
+        self._frozen: tuple[int, int, int, int] | None = None
         self._writer = self._connect(writable=not readonly)
         _OPEN.add(self)
 
@@ -229,12 +195,14 @@ class Database:
             flags |= apsw.SQLITE_OPEN_CREATE
         with translated(self.path, self._key is not None):
             target = self.path
-            folder = os.path.dirname(os.path.abspath(self.path))
-            if not writable and not os.access(folder, os.W_OK) and not os.path.exists(self.path + "-wal"):
+            frozen = None if writable or self.memory else self._without_log()
+            if frozen is not None:
                 # Without a folder to keep the shared memory in, only a file that nobody writes can be read.
-                target = Path(self.path).resolve().as_uri() + "?immutable=1"
+                target = Path(self.path).as_uri() + "?immutable=1"
                 flags |= apsw.SQLITE_OPEN_URI
+            self._frozen = frozen
             connection = apsw.Connection(target, flags=flags)
+            self.refuse_if_moved()
             connection.set_busy_timeout(int(self.timeout * 1000))
             if self._key is not None:
                 apply_key(connection, self._key, self.path)
@@ -248,6 +216,25 @@ class Database:
             if not writable:
                 self._set(connection, "query_only", 1)
         return connection
+
+    def _without_log(self) -> tuple[int, int, int, int] | None:
+        """What tells one state of the file from another, where its folder cannot be written and holds no log of it."""
+        if os.access(os.path.dirname(self.path), os.W_OK) or os.path.exists(self.path + "-wal"):
+            return None
+        with suppress(OSError):
+            found = os.stat(self.path)
+            return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        return None
+
+    def refuse_if_moved(self) -> None:
+        """Raises StoreIOError where the file was replaced or deleted: the log beside its name is another file's."""
+        if self.memory or self._identity is None or identity(self.path) == self._identity:
+            return
+        raise StoreIOError(
+            f"{self.path} is not the file any more that was opened: it was replaced, moved or deleted",
+            path=self.path,
+            hint="close the store and open it again",
+        )
 
     def _set(self, connection: Connection, pragma: str, value: int | str) -> None:
         """Sets a pragma and reads it back: SQLite ignores what it does not know."""
@@ -303,8 +290,11 @@ class Database:
                 finally:
                     if not wait:
                         connection.set_busy_timeout(int(self.timeout * 1000))
+                if self._log is None and not self.memory:
+                    self._log = identity(self.path + "-wal")
                 try:
                     yield connection
+                    self._secure_room(connection)
                     connection.execute("COMMIT")
                 except BaseException:
                     if not connection.get_autocommit():
@@ -313,6 +303,25 @@ class Database:
                     raise
         finally:
             self._lock.release()
+
+    def _secure_room(self, connection: Connection) -> None:
+        """Takes, on a disk that is nearly full, the blocks that the log will need when it is copied into the file.
+
+        A log that cannot be copied can never be emptied, and then even a delete finds no room. Raises DiskFullError.
+        """
+        if self.memory:
+            return
+        self.refuse_if_moved()
+        size = os.stat(self.path).st_size
+        growth = int(connection.pragma("page_count")) * int(connection.pragma("page_size")) - size
+        short = growth > 0 and disk.free_bytes(self.path) < growth + NEARLY_FULL
+        if short and disk.reserve_behind(self.path, growth) is False:
+            raise DiskFullError(f"the disk of {self.path} is full", path=self.path)
+
+    def leave_spare(self) -> None:
+        """Leaves blocks behind the end of the file for who opens it on a full disk; `relieve` gives them back."""
+        if not self.memory and not self.readonly and identity(self.path) == self._identity:
+            disk.reserve_behind(self.path, disk.SPARE_BYTES)
 
     @contextmanager
     def read(self, *, fresh: bool = False) -> Iterator[Connection]:
@@ -325,6 +334,7 @@ class Database:
             with self._lock, translated(self.path):
                 yield self._writer
             return
+        self._notice_writers()
         with self._pool_lock:
             connection = self._idle.pop() if self._idle and not fresh else None
         if connection is None:
@@ -346,10 +356,21 @@ class Database:
                 return
         connection.close(True)
 
+    def _notice_writers(self) -> None:
+        """Connects anew where somebody wrote to a file that was opened as one that nobody writes."""
+        if self._frozen is None or self._without_log() == self._frozen:
+            return
+        with self._lock, self._pool_lock, translated(self.path):
+            idle, self._idle = self._idle, []
+            for connection in (*idle, self._writer):
+                connection.close(True)
+            self._writer = self._connect(writable=False)
+
     @contextmanager
     def exclusive(self) -> Iterator[Connection]:
         """The writing connection outside any transaction, for what SQLite does not allow inside one."""
         self.check()
+        self._notice_writers()
         with self._lock, translated(self.path, connection=self._writer):
             self.check()
             yield self._writer
@@ -436,6 +457,7 @@ class Database:
                     connection.close(True)
             self._checkpointer = None
             self._synchronous = ""
+            self._identity, self._log = identity(self.path), None
             self._writer = self._connect(writable=not self.readonly)
 
     def close(self) -> None:
@@ -447,6 +469,7 @@ class Database:
             idle, self._idle = self._idle, []
         if os.getpid() != self.pid:
             return
+        moved = not self.memory and identity(self.path) != self._identity
         with self._lock, self._checkpoint_lock, translated(self.path):
             errors = []
             for connection in (*idle, self._checkpointer, self._writer):
@@ -455,6 +478,11 @@ class Database:
                         connection.close(True)
                     except apsw.Error as error:  # the others are closed all the same
                         errors.append(error)
+            if moved and self._log is not None and identity(self.path + "-wal") == self._log:
+                # SQLite leaves the log of a file that was moved: it would be read as that of the file that has the name now.
+                for suffix in ("-wal", "-shm"):
+                    with suppress(OSError):
+                        os.unlink(self.path + suffix)
             if errors:
                 raise errors[0]
 
@@ -466,6 +494,23 @@ def open_here(path: str) -> bool:
     """Whether this process has connections to the file: reading it by other means would then drop their locks."""
     others = [d.path for d in list(_OPEN) if not d._closed and not d.memory and os.path.exists(d.path)]
     return any(os.path.samefile(path, other) for other in others)
+
+
+PEEKS = 4
+
+
+def refuse_other_programs(path: str) -> None:
+    """Raises NotAStoreError or NewerStoreError where a file says, each time it is asked, that it is not for us.
+
+    Another process may be in the middle of writing a page, or of emptying the log, each time but not every time.
+    """
+    for n in range(PEEKS):
+        try:
+            return refuse(path, peek(path))
+        except (NotAStoreError, NewerStoreError):
+            if n == PEEKS - 1:
+                raise
+            time.sleep(0.005 * (n + 1))
 
 
 def peek(path: str) -> Header | None:
@@ -503,6 +548,58 @@ def refuse(path: str, found: Header | None) -> None:
             path=path,
             version=found.user_version,
         )
+
+
+def keep_log(connection: Connection) -> None:
+    """Lets a connection leave the log's file where it is when it closes: SQLite deletes it by its name."""
+    keep = ctypes.c_int(1)
+    with suppress(apsw.Error):
+        connection.file_control("main", apsw.SQLITE_FCNTL_PERSIST_WAL, ctypes.addressof(keep))
+
+
+def relieve(path: str, key: str | None) -> None:
+    """Makes what room it can on the full disk of a store that nobody has open: its log, and the blocks `leave_spare` left.
+
+    Needs none itself: with a lock that keeps all others out SQLite needs no shared memory.
+    """
+    with suppress(apsw.Error, KVStoreError, OSError):
+        if not os.path.getsize(path):
+            return
+        connection = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READWRITE)
+        try:
+            if key is not None:
+                apply_key(connection, key, path)
+            connection.pragma("locking_mode", "exclusive")
+            if connection.pragma("application_id") == APPLICATION_ID and connection.pragma("journal_mode") == "wal":
+                with suppress(apsw.Error):
+                    connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+                disk.give_up_behind(path)
+        finally:
+            connection.close(True)
+
+
+def remove_if_empty(path: str, created: tuple[int, int] | None, key: str | None) -> None:
+    """Removes a file that was created here and into which nothing came, with its log; leaves what another wrote, or has open.
+
+    Under a lock that keeps all others out, and that needs no shared memory: the disk may be full.
+    """
+    with suppress(apsw.Error, KVStoreError, OSError):
+        connection = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READWRITE)
+        try:
+            if key is not None:
+                apply_key(connection, key, path)
+            connection.pragma("locking_mode", "exclusive")
+            connection.execute("BEGIN")
+            # The read locks an empty file against commits, and one with a log against everyone: neither writes anything.
+            # Who had begun to fill the empty file finds that it was removed, and opens anew.
+            locked = is_empty(connection) and (os.path.getsize(path) == 0 or connection.pragma("journal_mode") == "wal")
+            if locked and identity(path) == created:
+                keep_log(connection)
+                for suffix in ("-wal", "-shm", "-journal", ""):
+                    with suppress(FileNotFoundError):
+                        os.unlink(path + suffix)
+        finally:
+            connection.close(True)
 
 
 def apply_key(connection: Connection, key: str, path: str) -> None:

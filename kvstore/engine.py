@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from . import audit, blobs, policy, prefixes, queries, tally, upgrade
+from . import audit, blobs, policy, prefixes, queries, tally, upgrade, writers
 from .db import Connection, ConstraintError, Database
+from .disk import SPARE_BYTES, Spare, free_bytes
 from .entry_reader import Damaged, EntryReader
 from .errors import BusyError, CorruptStoreError, DiskFullError, KVStoreError, NotFoundError, OverBudgetError, StoreIOError
 from .job import Job
 from .lru import RamCache
 from .records import Entry, EntryClass, Match, SavedState, Source, hex_id
 from .shelf import Parent, Part, Shelf, learned_prefix
-from .space import Space
+from .space import LOG_PAGES, NEW_PAGES, Space
 from .tally import Tally
 
-T = TypeVar("T")
 log = logging.getLogger("kvstore")
 log.addHandler(logging.NullHandler())  # silent unless the program that uses us logs: no warnings on its stderr
 # A put larger than this checkpoints each time it has written so much: its log stays smaller than it.
@@ -32,6 +32,9 @@ TRIES = 8  # of a put whose parent or staged blob another process removes
 # Why an entry may go: what someone asked for is no eviction, and what a newer entry serves is no loss.
 ASKED = ("deleted", "taken")
 QUIET = (*ASKED, "contained", "replaced")
+
+
+T = TypeVar("T")
 
 
 class _Lost(Exception):
@@ -51,13 +54,12 @@ class Engine:
         self.tally = Tally()
         self.reader = EntryReader(ram, verify, self.tally.spent)
         self.shelf = Shelf(self.reader, self.tally.spent)
-        self.space = Space(database, disk_budget, self.writing, self.evictor)
-        self.writer = blobs.writer_name()
+        self.space = Space(database, disk_budget, self.writing, self.evictor, self._relieve)
+        self.spare: Spare | None = None
         self.last_write = 0.0
         self.putting = 0  # puts under way
         self._fingerprint_id: int | None = None
         self._families: set[int] = set()
-        self._cut_off: list[int] = []
         self._clock = 0
         self._clock_lock = threading.Lock()
 
@@ -144,6 +146,32 @@ class Engine:
             level = logging.INFO if why in QUIET else logging.WARNING
             log.log(level, "dropped entry %s (%d tokens): %s", entry.hex_id, entry.n_tokens, why)
 
+    def freeing(self, step: Callable[[], T]) -> T:
+        """Runs what frees space. On a full disk again: with the log emptied, then with the spare blocks given up.
+
+        Who makes room must be able to. The spare is taken again when there is room for it.
+        """
+        try:
+            return step()
+        except DiskFullError:
+            with suppress(KVStoreError):
+                self.db.checkpoint(truncate=True)
+        try:
+            return step()
+        except DiskFullError:
+            if not self._relieve():
+                raise
+        return step()
+
+    def _relieve(self) -> bool:
+        """Gives up the spare blocks on a full disk; False where there are none."""
+        return self.spare is not None and self.spare.give_up()
+
+    def take_spare(self) -> None:
+        """Takes spare blocks again where they were given up, once the disk has room to spare."""
+        if self.spare is not None and not self.spare.held and free_bytes(self.db.path) > 8 * SPARE_BYTES:
+            self.spare.take()
+
     def flush(self) -> None:
         """Takes the tally to the file."""
         if self.tally:
@@ -204,15 +232,18 @@ class Engine:
         upgrade.prepare(self.db)
         if self.db.readonly:
             return
-        with self.db.read() as c:
-            left = queries.staged(c)
-        if any(not blobs.writer_alive(writer) for _, writer in left):
-            with suppress(DiskFullError):  # what is stored can still be read
-                with self.db.write() as c:
-                    n = blobs.reclaim(c)
+        with suppress(DiskFullError, BusyError):  # what is stored can still be read; the upkeep tries again
+            n = self.clear_cut_off()
+            if n:
                 log.info("reclaimed the space of %d states that were cut off while being written", n)
-        with suppress(OverBudgetError):  # what is left is the empty schema
-            self.space.make(0, 0, None)
+        with suppress(DiskFullError, BusyError):
+            self.keep_inside()
+
+    def keep_inside(self) -> list[int]:
+        """Brings the file, which another budget may have let grow, inside this store's; the ids that went."""
+        gone: list[int] = []
+        self.freeing(lambda: self.space.shrink(gone))
+        return gone
 
     # -- put
 
@@ -228,6 +259,7 @@ class Engine:
 
     def _put(self, job: Job, owned: bool, release: Callable[[], None] | None) -> Entry:
         started = time.perf_counter()
+        full = False
         for _ in range(TRIES):
             with self.db.read() as c:
                 fingerprint = self.fingerprint_id(c)
@@ -255,6 +287,9 @@ class Engine:
                 if keeping is not None:
                     keeping.cancel()
                 if isinstance(error, _Lost):
+                    continue
+                if isinstance(error, DiskFullError) and not full and self._has_room(parts):
+                    full = True
                     continue
                 raise
             break
@@ -330,6 +365,15 @@ class Engine:
                 queries.set_head(c, entry.id, job.head)
         return entry
 
+    def _has_room(self, parts: list[Part]) -> bool:
+        """Whether a disk that was full has room for a put, now that the log is empty: for its pages, and again in the log."""
+        if self.db.memory:
+            return False
+        with suppress(KVStoreError):
+            self.db.checkpoint(truncate=True)
+        total = sum(part.data.size for part in parts)
+        return free_bytes(self.db.path) > 2 * total + (LOG_PAGES + NEW_PAGES) * self.space.page_size
+
     def _write(
         self, job: Job, parts: list[Part], parent: Parent | None, prefix: tuple[int, int] | None
     ) -> tuple[Entry, tuple[int, ...]]:
@@ -344,29 +388,29 @@ class Engine:
             write = functools.partial(blobs.write, kick=kick, kicks=kicks)
             if total <= batch:
                 with self.space.room(need, need, spare) as (c, dropped):
-                    staged = self._stage(c, parts)
+                    staged = self._stage(c, parts, writers.process_name())
                     for blob, part in zip(staged, parts, strict=True):
                         write(c, blob, part.data)
                     return self._publish(c, job, parts, staged, parent, prefix, dropped)
-            staged = []
-            try:
+            with self._staging() as writer:
                 with self.space.room(need, batch, spare, durable=False) as (c, _):
-                    staged = self._stage(c, parts)
-                self._write_batches(parts, staged, need, batch, spare, write)
+                    staged = self._stage(c, parts, writer)
+                self._write_batches(parts, staged, need, batch, spare, writer, write)
                 with self.space.room(need - total, need - total, spare) as (c, dropped):
                     for blob, part in zip(staged, parts, strict=True):
                         if queries.chunk_total(c, blob)[1] != part.data.size:
                             raise _Lost
                     return self._publish(c, job, parts, staged, parent, prefix, dropped)
-            except BaseException:
-                with self._clock_lock:
-                    self._cut_off.extend(staged)
-                with suppress(KVStoreError):  # where even this fails the upkeep tries again, or the next open
-                    self.clear_cut_off()
-                raise
 
     def _write_batches(
-        self, parts: list[Part], staged: list[int], need: int, batch: int, spare: int | None, write: Callable[..., int]
+        self,
+        parts: list[Part],
+        staged: list[int],
+        need: int,
+        batch: int,
+        spare: int | None,
+        writer: str,
+        write: Callable[..., int],
     ) -> None:
         count = max(1, batch // blobs.CHUNK_BYTES)
         logged = 0
@@ -375,7 +419,7 @@ class Engine:
             while seq >= 0:
                 left = need - seq * blobs.CHUNK_BYTES
                 with self.space.room(left, min(left, batch), spare, durable=False) as (c, _):
-                    if queries.blob_writer(c, blob) != self.writer:
+                    if queries.blob_writer(c, blob) != writer:
                         raise _Lost
                     seq = write(c, blob, part.data, seq, count)
                 logged += count * blobs.CHUNK_BYTES
@@ -384,25 +428,52 @@ class Engine:
                     logged = 0
             need -= part.data.size
 
-    def clear_cut_off(self) -> None:
-        """Deletes what failed puts left staged, and gives the space back: the disk may be full because of it."""
-        with self._clock_lock:
-            left = list(self._cut_off)
-        if not left:
-            return
-        with self.db.write(durable=False) as c:
-            before = queries.pages(c)[2]
-            for blob in left:
-                if queries.blob_writer(c, blob) == self.writer:
-                    queries.delete_blob(c, blob)
-            if (freed := queries.pages(c)[2] - before) > 0:
-                queries.incremental_vacuum(c, freed)
-        with self._clock_lock:
-            self._cut_off = [blob for blob in self._cut_off if blob not in left]
-        self.db.checkpoint(truncate=True, wait=False)
+    @contextmanager
+    def _staging(self) -> Iterator[str]:
+        """The name of a writer, for blobs that are committed before they belong to an entry.
 
-    def _stage(self, c: Connection, parts: list[Part]) -> list[int]:
-        return [queries.stage_blob(c, p.name, p.kind, p.size, p.data.size, self.writer) for p in parts]
+        Where the put fails they go: the disk may be full because of them. Where even that fails, the upkeep tries again.
+        """
+        writer = writers.Writer(None if self.db.memory else self.db.path)
+        try:
+            yield writer.name
+        except BaseException:
+            writer.close()
+            with suppress(KVStoreError):
+                self.clear_cut_off()
+            raise
+        finally:
+            writer.close()
+
+    def reclaim(self, c: Connection) -> int:
+        """Deletes what puts that failed, or whose process died, left staged; gives the number of blobs."""
+        path = None if self.db.memory else self.db.path
+        dead = [blob for blob, writer in queries.staged(c) if not writers.alive(writer, path)]
+        return sum(queries.delete_staged(c, blob) for blob in dead)
+
+    def clear_cut_off(self, *, wait: bool = True) -> int:
+        """`reclaim`, in a transaction of its own where there is something to do; gives the space back."""
+        path = None if self.db.memory else self.db.path
+        with self.db.read() as c:
+            left = queries.staged(c)
+        n = 0
+        if any(not writers.alive(writer, path) for _, writer in left):
+            n = self.freeing(lambda: self._reclaim(wait))
+        if path is not None:
+            writers.sweep(path)
+        return n
+
+    def _reclaim(self, wait: bool) -> int:
+        self.space.empty_log(wait=wait)
+        with self.db.write(durable=False, wait=wait) as c:
+            n = self.reclaim(c)
+        with suppress(DiskFullError), self.db.write(durable=False, wait=wait) as c:
+            queries.incremental_vacuum(c, self.space.bite(queries.pages(c)[2], 3))
+        self.db.checkpoint(truncate=True, wait=False)
+        return n
+
+    def _stage(self, c: Connection, parts: list[Part], writer: str) -> list[int]:
+        return [queries.stage_blob(c, p.name, p.kind, p.size, p.data.size, writer) for p in parts]
 
     def evictor(self, dropped: list[tuple[Entry, str]]) -> Callable[[Connection, int, str], None]:
         return lambda c, id, why: self.drop(c, id, why, dropped)
@@ -530,10 +601,7 @@ class Engine:
     # -- delete
 
     def delete(self, id: int, children: str, why: str = "deleted") -> list[int]:
-        try:
-            removed = self._delete(id, children, why)
-        except DiskFullError:
-            removed = self._delete(id, children, why)  # the log was emptied: who makes room gets a second try
+        removed = self.freeing(lambda: self._delete(id, children, why))
         self.last_write = time.monotonic()  # a put that takes the place may come
         return removed
 
@@ -605,7 +673,7 @@ class Engine:
         """Stores the same states of an entry in another form, inside a transaction that has made room for them."""
         for row in queries.blobs(c, entry.id):
             queries.delete_blob(c, row.id)
-        staged = self._stage(c, parts)
+        staged = self._stage(c, parts, writers.process_name())
         for blob, part in zip(staged, parts, strict=True):
             blobs.write(c, blob, part.data)
             queries.finish_blob(c, blob, entry.id, part.digest)

@@ -89,13 +89,13 @@ def temporary_name(path: str) -> str:
 
 
 def atomic_write(
-    path: str | os.PathLike[str], *, sync: bool = True, temporary: str | None = None
+    path: str | os.PathLike[str], *, sync: bool = True, temporary: str | None = None, replace: bool = True
 ) -> AbstractContextManager[Sink]:
     """Lends a Sink for the bytes of a file of mode 0600; the file is complete, and on the disk, or as it was.
 
     What is not a regular file is written through (see the top of this module). A file of another owner that root replaces
     keeps its owner. `sync=False`: the file need not survive a power cut. `temporary`: the name to use until it is complete.
-    Raises OSError: see `error_of`.
+    `replace=False` raises FileExistsError where there is such a file. Raises OSError: see `error_of`.
     """
     path = os.fspath(path)
     fd = descriptor_of(path)
@@ -108,7 +108,7 @@ def atomic_write(
     if found is not None and not stat.S_ISREG(found.st_mode):
         return _through(path, stat.S_IFMT(found.st_mode))
     target = os.path.realpath(path) if os.path.islink(path) else path
-    return _replaced(target, found, sync, temporary or temporary_name(target))
+    return _replaced(target, found, sync, temporary or temporary_name(target), replace)
 
 
 @contextmanager
@@ -133,7 +133,9 @@ def _through(path: str, kind: int) -> Iterator[Sink]:
 
 
 @contextmanager
-def _replaced(path: str, found: os.stat_result | None, sync: bool, temporary: str) -> Iterator[Sink]:
+def _replaced(
+    path: str, found: os.stat_result | None, sync: bool, temporary: str, replace: bool
+) -> Iterator[Sink]:
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, PRIVATE)
         try:
@@ -145,13 +147,30 @@ def _replaced(path: str, found: os.stat_result | None, sync: bool, temporary: st
                 os.fsync(fd)
         finally:
             os.close(fd)
-        os.replace(temporary, path)
+        give_name(temporary, path, replace=replace)
     except BaseException:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
     if sync:
         fsync_dir(os.path.dirname(os.path.abspath(path)))
+
+
+def give_name(temporary: str, path: str, *, replace: bool) -> None:
+    """Gives a finished file its name. With replace=False raises FileExistsError where another file has that name."""
+    if replace:
+        os.replace(temporary, path)
+        return
+    try:
+        os.link(temporary, path)  # unlike a rename it takes no name that another process gave meanwhile
+    except FileExistsError:
+        raise
+    except (OSError, NotImplementedError) as error:  # a file system without second names
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
+        os.rename(temporary, path)
+    else:
+        os.unlink(temporary)
 
 
 def fsync_file(path: str) -> None:

@@ -16,6 +16,7 @@ from io import FileIO
 
 _LOG = struct.Struct(">8I")
 _FRAME = struct.Struct(">6I")
+_PAGE_HEAD = 105
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,14 @@ def _in_log(log: FileIO, size: int) -> Header | None:
     committed = last = None
     for at in range(_LOG.size, size - _FRAME.size - page_size + 1, _FRAME.size + page_size):
         log.seek(at)
-        number, ends, *frame_salt, _, _ = _FRAME.unpack(log.read(_FRAME.size))
+        frame = log.read(_FRAME.size + _PAGE_HEAD)
+        if len(frame) < _FRAME.size + _PAGE_HEAD:
+            return None  # it is being emptied: what it held is in the file
+        number, ends, *frame_salt, _, _ = _FRAME.unpack_from(frame)
         if frame_salt != salt:
             break  # left by an earlier use of the log
         if number == 1:
-            last = log.read(105)
+            last = frame[_FRAME.size :]
         if ends:
             committed = last
     return None if committed is None else _header(committed)

@@ -6,9 +6,10 @@ Functions of an open `Store`, and of a path where the file may be damaged.
 from __future__ import annotations
 
 import os
+import secrets
 from contextlib import suppress
 
-from . import check, copies, db, fsutil, queries
+from . import check, copies, db, queries
 from . import repair as repairs
 from .check import Problem, Progress
 from .copies import Exported
@@ -47,30 +48,47 @@ def salvage(
 
     Where the first page is lost, that of a new store takes its place, in a copy that goes again.
     """
-    source_path, new_path = _existing(path), os.fspath(new)
-    if os.path.lexists(new_path):
-        raise InvalidInputError(f"{new_path} is there already", hint="give the name of a new file")
+    source_path, new_path = _existing(path), db.resolve_new(os.fspath(new))
     refused: KVStoreError | None = None
     found = Salvaged((), ())
+    created = _new_file(new_path)
     try:
-        found = _salvage(source_path, new_path, key, progress)
-    except (NotAStoreError, CorruptStoreError) as error:
-        refused = error
-    if not found.entries and key is None:
-        copy = fsutil.temporary_name(new_path)  # a name that no other file has
         try:
-            if repairs.with_first_page(source_path, copy):
-                again = _salvage(copy, new_path, key, progress)
-                if again.entries:
-                    return again
+            found = _salvage(source_path, new_path, key, progress)
         except (NotAStoreError, CorruptStoreError) as error:
-            refused = refused or error
-        finally:
-            _remove(copy)
-    if refused is not None:
-        _remove(new_path)
-        raise refused
+            refused = error
+        if not found.entries and key is None and not db.open_here(source_path):
+            again = _salvage_with_first_page(source_path, new_path, progress)
+            if isinstance(again, Salvaged):
+                return again
+            refused = refused or again
+        if refused is not None:
+            raise refused
+    except BaseException:
+        repairs.remove_if_unused(new_path, created, key)
+        raise
     return found
+
+
+def _new_file(path: str) -> tuple[int, int] | None:
+    """Creates the empty file that is to be filled; which one it is."""
+    if os.path.lexists(path) or not db.reserve_file(path):
+        raise InvalidInputError(f"{path} is there already", hint="give the name of a new file")
+    return db.identity(path)
+
+
+def _salvage_with_first_page(path: str, new: str, progress: Progress | None) -> Salvaged | KVStoreError | None:
+    """Salvages a copy that begins as a new store does: what it gave, or why not; None where it gave nothing."""
+    copy = f"{new[:200]}.{secrets.token_hex(6)}.tmp"
+    try:
+        if repairs.with_first_page(path, copy):
+            again = _salvage(copy, new, None, progress)
+            return again if again.entries else None
+    except (NotAStoreError, CorruptStoreError) as error:
+        return error
+    finally:
+        _remove(copy)
+    return None
 
 
 def _salvage(path: str, new: str, key: str | None, progress: Progress | None) -> Salvaged:
@@ -137,5 +155,6 @@ def _existing(path: str | os.PathLike[str]) -> str:
     if not os.path.exists(text):
         raise StoreIOError(f"{text} does not exist", path=text, hint="give the path of a kvstore file")
     db.refuse_other_kinds(text)
+    text = db.resolve(text)
     db.refuse_network_filesystem(text)
     return text

@@ -443,8 +443,15 @@ def blob_writer(c: Connection, blob: int) -> str | None:
 
 
 def staged(c: Connection) -> list[tuple[int, str]]:
-    """(blob, writer) of every blob that is being written, or was when its writer died."""
-    return [(r[0], r[1]) for r in c.execute("SELECT id, writer FROM blobs WHERE entry IS NULL")]
+    """(blob, writer) of every blob that is being written, or was when its writer died. The writer may be any text."""
+    rows = c.execute("SELECT id, CAST(coalesce(writer, '') AS BLOB) FROM blobs WHERE entry IS NULL")
+    return [(r[0], r[1].decode("utf-8", "replace")) for r in rows]
+
+
+def delete_staged(c: Connection, blob: int) -> bool:
+    """Deletes a blob that still belongs to no entry."""
+    c.execute("DELETE FROM blobs WHERE id = ? AND entry IS NULL", (blob,))
+    return c.changes() == 1
 
 
 # -- policy's questions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -45,7 +46,7 @@ def repair(engine: Engine, problems: Sequence[Problem]) -> list[int]:
     if "rows" in remedies or bad:
         _attempt(engine, audit.clear_parents)
         _attempt(engine, queries.delete_orphans)
-        _attempt(engine, blobs.reclaim)
+        _attempt(engine, engine.reclaim)
         _attempt(engine, audit.clear_writers)
     for id in sorted({p.entry for p in problems if p.remedy == "cuts" and p.entry is not None} - set(removed)):
         _attempt(engine, lambda c, id=id: _find_cuts(engine, c, id))  # type: ignore[misc]
@@ -164,6 +165,31 @@ def salvage(source: Lenient, target: Engine, progress: Progress | None = None) -
         if progress is not None:
             progress(done, total)
     return Salvaged(tuple(saved), tuple(lost))
+
+
+def remove_if_unused(path: str, created: tuple[int, int] | None, key: str | None) -> None:
+    """Removes the new store of a salvage that failed, unless another file has its name, or another process put to it."""
+    if db.identity(path) != created:
+        return
+    try:
+        database = db.Database(path, timeout=0, key=key)
+    except KVStoreError:
+        return
+    try:
+        with database.exclusive() as c:
+            c.execute("BEGIN IMMEDIATE")  # nobody puts to it now
+            try:
+                if db.is_empty(c) or not queries.all_ids(c):
+                    db.keep_log(c)
+                    for suffix in ("-wal", "-shm", ""):
+                        with suppress(OSError):
+                            os.unlink(path + suffix)
+            finally:
+                c.execute("ROLLBACK")
+    except KVStoreError:
+        return
+    finally:
+        database.close()
 
 
 def with_first_page(path: str, copy: str) -> bool:

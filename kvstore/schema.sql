@@ -7,8 +7,8 @@
 --   chunks-complete  the chunks of a blob that belongs to an entry are numbered 0..n-1 and add up to `stored` bytes.
 --   digest           XXH3-128 of a blob's bytes as they were put is `digest`.
 --   no-orphan        no row refers to an entry, blob or fingerprint that is not there.
---   staged           a blob without an entry is being written: its row names the process. It is never served, and goes
---                    at the next open after that process ended.
+--   staged           a blob without an entry is being written: its row names the writer. It is never served, and goes
+--                    soon after its put failed, or its process ended.
 --   totals           `totals` holds the sums over meta.
 --   cuts             an entry with cut_any = 0 has in `cuts` the token counts, short of the whole, that it can serve.
 --

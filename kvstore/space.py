@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 
 from . import blobs, policy, queries
 from .db import Connection, Database
-from .errors import BusyError, OverBudgetError
+from .errors import BusyError, DiskFullError, OverBudgetError
 from .records import Entry
 
 # Pages that a transaction writes beside its chunks: the b-trees of entries, meta, blobs and totals, and the free list.
@@ -39,12 +39,19 @@ class Space:
     """Keeps the file and its write-ahead log inside `budget` bytes (-1: no limit)."""
 
     def __init__(
-        self, database: Database, budget: int, writing: Writing, evictor: Callable[[Dropped], Evict]
+        self,
+        database: Database,
+        budget: int,
+        writing: Writing,
+        evictor: Callable[[Dropped], Evict],
+        relieve: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`relieve` makes what room it can on a full disk, and says whether there was any to make."""
         self.database = database
         self.budget = budget
         self._writing = writing
         self._evictor = evictor
+        self._relieve = relieve
         self._page_size = 0
 
     @property
@@ -135,20 +142,54 @@ class Space:
                 kept = None if spare is None else queries.entry(c, spare, None)
             least = BASE_PAGES + (0 if kept is None else self._pages(kept.stored))
             self._refuse(least + need - most)
+            try:
+                with self._writing(durable=False) as (c, dropped):
+                    self._refuse(self._evict(c, dropped, need, most, spare))
+            except DiskFullError:
+                if not self._relieve():
+                    raise
+
+    def _evict(self, c: Connection, dropped: Dropped, need: int, most: int, spare: int | None) -> int:
+        """One bite of evictions and of shrinking; the pages that are missing when nothing is left to evict."""
+        evict = self._evictor(dropped)
+        _, pages, free = queries.pages(c)
+        evictions = self.bite(1 << 30, PAGES_EVICTED)
+        missing = 0
+        while pages - free + need > most and evictions:
+            victim = queries.least_recently_used(c, spare)
+            if victim is None:
+                missing = pages - free + need - most
+                break
+            evict(c, victim, "disk_budget")
+            evictions -= 1
+            _, pages, free = queries.pages(c)
+        if (surplus := min(free, pages - most)) > 0:
+            queries.incremental_vacuum(c, self.bite(surplus, 3))
+        return missing
+
+    def shrink(self, gone: list[int]) -> None:
+        """Brings a file that is larger than the budget inside it, as far as evictions can; `gone` gets the ids that went.
+
+        Where the budget is too small for a put, the file alone is held to it: the log is empty when this returns.
+        """
+        if not self.limited:
+            return
+        most = self._most_pages(0)
+        if most < BASE_PAGES:
+            most = self.budget // self.page_size
+        while True:
+            self.empty_log()
+            with self.database.read() as c:
+                before = queries.pages(c)[1]
+            if before <= most:
+                return
             with self._writing(durable=False) as (c, dropped):
-                evict = self._evictor(dropped)
-                _, pages, free = queries.pages(c)
-                evictions = self.bite(1 << 30, PAGES_EVICTED)
-                while pages - free + need > most and evictions:
-                    victim = queries.least_recently_used(c, spare)
-                    if victim is None:
-                        self._refuse(pages - free + need - most)
-                        break
-                    evict(c, victim, "disk_budget")
-                    evictions -= 1
-                    _, pages, free = queries.pages(c)
-                if (surplus := min(free, pages - most)) > 0:
-                    queries.incremental_vacuum(c, self.bite(surplus, 3))
+                missing = self._evict(c, dropped, 0, most, None)
+                after = queries.pages(c)[1]
+            gone += [entry.id for entry, _ in dropped]
+            if after >= before and (missing or not dropped):
+                self.empty_log()
+                return
 
     def _refuse(self, missing_pages: int) -> None:
         if missing_pages > 0:
@@ -163,9 +204,7 @@ class Space:
     def give_back(self, n_pages: int) -> int:
         """Gives up to so many free pages back to the file system; how many remain free."""
         self.empty_log(wait=False)
-        with self.database.write(durable=False, wait=False) as c:
-            queries.incremental_vacuum(c, self.bite(n_pages, 3))
-            free = queries.pages(c)[2]
+        _, free = self._vacuum(n_pages, wait=False)
         self.database.checkpoint(truncate=True, wait=False)
         return free
 
@@ -173,10 +212,21 @@ class Space:
         """Gives every free page back, in bites, so that other writers get their turn."""
         while True:
             self.empty_log()
-            with self.database.write(durable=False) as c:
-                before = queries.pages(c)[2]
-                queries.incremental_vacuum(c, self.bite(1024, 3))
-                left = queries.pages(c)[2]
+            before, left = self._vacuum(1024, wait=True)
             self.database.checkpoint(truncate=True)
             if left == 0 or left >= before:
                 return
+
+    def _vacuum(self, n_pages: int, *, wait: bool) -> tuple[int, int]:
+        """Frees a bite of pages; the free pages before and after. The bite is as small as a full disk wants it."""
+        while True:
+            try:
+                with self.database.write(durable=False, wait=wait) as c:
+                    before = queries.pages(c)[2]
+                    queries.incremental_vacuum(c, self.bite(n_pages, 3))
+                    return before, queries.pages(c)[2]
+            except DiskFullError:
+                if n_pages <= 1:
+                    raise
+            n_pages = max(1, n_pages // 8)
+            self.database.checkpoint(truncate=True, wait=wait)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from . import check, db, layout, learning, meta, policy, prefixes, queries, upkeep
+from . import check, db, disk, layout, learning, meta, policy, prefixes, queries, upkeep
 from .arguments import as_array, as_tokens, choice, entry_id, is_text, whole
 from .behind import Pending, WriteBehind
 from .engine import Engine
-from .errors import InvalidInputError, KVStoreError, NotFoundError, StoreIOError
+from .errors import DiskFullError, InvalidInputError, KVStoreError, NotFoundError, StoreIOError
 from .hashing import Digests, family
 from .job import Job, new_id
 from .lru import RamCache
@@ -36,6 +36,7 @@ from .records import (
 )
 
 ENTRIES_PER_PAGE = 256
+TRIES = 8  # of an open whose new file another process removes
 MAX_TIMEOUT = 2_000_000  # seconds; SQLite counts milliseconds in an int
 
 
@@ -49,14 +50,53 @@ def _close(engine: Engine, behind: WriteBehind, background: upkeep.Upkeep | None
         for step in (engine.clear_cut_off, engine.flush, lambda: upkeep.expire(engine), engine.db.truncate_log):
             with suppress(KVStoreError):  # what fails here (a full disk, a writer elsewhere) costs counts, not entries
                 step()
+        if engine.spare is not None:
+            engine.spare.give_up()
+        engine.db.leave_spare()
     engine.db.close()
     engine.ram.clear()
+
+
+def _open(path: str, build: Callable[[], Engine], *, create: bool, key: str | None) -> Engine:
+    """An engine whose file is prepared. Where that fails, a file that was created for it goes, unless another filled it."""
+    spare = None
+    for tries_left in reversed(range(TRIES)):
+        if not create and path != db.MEMORY and not os.path.exists(path):
+            raise StoreIOError(f"{path} does not exist", path=path)
+        created = create and db.reserve_file(path)
+        before = db.identity(path)
+        if create and spare is None:
+            spare = disk.Spare(path)
+            if not spare.held and disk.free_bytes(path) < disk.SPARE_BYTES:
+                db.relieve(path, key)
+                spare.take()
+        try:
+            engine = build()
+            engine.spare = spare
+            try:
+                engine.prepare()
+                engine.db.refuse_if_moved()
+            except BaseException:
+                engine.db.close()
+                raise
+        except BaseException as error:
+            full = isinstance(error, DiskFullError) and spare is not None and spare.give_up()
+            moved = create and isinstance(error, KVStoreError) and db.identity(path) != before
+            if tries_left and (full or moved):  # moved: another open that failed took the empty file away with it
+                continue
+            if spare is not None:
+                spare.give_up()
+            if created:
+                db.remove_if_empty(path, before, key)
+            raise
+        return engine
+    raise AssertionError("the last try returns or raises")
 
 
 class Store:
     """LLM sequence states in one SQLite file, shared prefixes as deltas, with a RAM layer before it.
 
-    path: the file, created if it does not exist; ":memory:" for a store without one.
+    path: the file, created if it does not exist; ":memory:" for a store without one. A symbolic link is followed once, here.
     fingerprint: names model and context settings; put, match, get and the rest see only entries of the same one. A store
         opened without one matches entries that were put without one, and finds entries of any fingerprint by their id.
     cache_ram_mib: bounds the bytes that the RAM layer holds (0: off, -1: no limit).
@@ -102,37 +142,22 @@ class Store:
             raise InvalidInputError(f"min_saved_mib is {min_saved_mib}", hint="give 0 or more")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout <= MAX_TIMEOUT:
             raise InvalidInputError(f"timeout is {timeout!r}", hint=f"give seconds, from 0 to {MAX_TIMEOUT}")
-        created = False
         memory = self.path == db.MEMORY
         if not memory:
-            self.path = os.path.abspath(self.path)  # connections are opened later too, in whatever folder we are then
+            self.path = db.resolve(self.path)  # once: links and folders may change, and connections are opened later too
             db.refuse_network_filesystem(self.path)
-            if readonly:
-                if not os.path.exists(self.path):
-                    raise StoreIOError(f"{self.path} does not exist", path=self.path)
-            else:
-                created = db.reserve_file(self.path)
-        try:
-            database = db.Database(self.path, readonly=readonly, timeout=timeout, key=key)
-            engine = Engine(
-                database,
+
+        def build() -> Engine:
+            return Engine(
+                db.Database(self.path, readonly=readonly, timeout=timeout, key=key),
                 fingerprint=fingerprint,
                 ram=RamCache(policy.budget_bytes(cache_ram_mib)),
                 disk_budget=policy.budget_bytes(cache_disk_mib),
                 min_saved=int(min_saved_mib * policy.MIB),
                 verify=verify,
             )
-            try:
-                engine.prepare()
-            except BaseException:
-                database.close()
-                raise
-        except BaseException:
-            if created:
-                for suffix in ("", "-wal", "-shm"):
-                    with suppress(OSError):
-                        os.unlink(self.path + suffix)
-            raise
+
+        engine = _open(self.path, build, create=not readonly and not memory, key=key)
         self._engine = engine
         self._behind = WriteBehind(engine.ram, engine.tally.use)
         self._write_behind = write_behind and not readonly
@@ -443,13 +468,16 @@ class Store:
         return check.verify(self._engine.db)
 
     def gc(self) -> list[int]:
-        """Removes what expired, and gives all free space back to the file system; the ids that went."""
+        """Removes what expired and what failed puts left, gives all free space back to the file system; the ids that went."""
         self._settle()
         removed: list[int] = []
-        while gone := upkeep.expire(self._engine, 1024, wait=True):
+        engine = self._engine
+        while gone := upkeep.expire(engine, 1024, wait=True):
             removed += gone
-        upkeep.sweep(self._engine)
-        self._engine.space.give_back_all()
+        engine.freeing(lambda: upkeep.sweep(engine))
+        engine.clear_cut_off()
+        removed += engine.keep_inside()
+        engine.freeing(engine.space.give_back_all)
         return removed
 
     def flush(self) -> None:

@@ -25,8 +25,10 @@ def expire(engine: Engine, limit: int = EXPIRED_PER_BITE, *, wait: bool = False)
     """Deletes up to `limit` expired entries, with those stored against them; gives their ids."""
     with engine.db.read() as c:
         ids = queries.expired(c, engine.now(), limit)
-    if not ids:
-        return []
+    return engine.freeing(lambda: _expire(engine, limit, wait)) if ids else []
+
+
+def _expire(engine: Engine, limit: int, wait: bool) -> list[int]:
     engine.space.empty_log(wait=wait)
     with engine.writing(durable=False, wait=wait) as (c, dropped):
         for id in queries.expired(c, engine.now(), engine.space.bite(limit, PAGES_EVICTED)):
@@ -74,16 +76,7 @@ class Upkeep:
             engine = self._engine()
             if engine is None or self._stop.is_set():
                 return
-            try:
-                self._tick(engine)
-                self._reported = ""
-            except KVStoreError as error:
-                if error.retry:
-                    log.debug("upkeep put off: %s", error)
-                else:
-                    self._failed(engine.db.path, str(error), None)
-            except Exception as error:  # noqa: BLE001  logged and counted: the next tick may do its work
-                self._failed(engine.db.path, repr(error), error)
+            self._tick(engine)
             del engine
 
     def _failed(self, path: str, what: str, error: Exception | None) -> None:
@@ -99,26 +92,50 @@ class Upkeep:
 
     def _tick(self, engine: Engine) -> None:
         if engine.putting and engine.db.wal_bytes() < LOG_BYTES:
-            return  # its log is copied when it is done: both at once are slower than one after the other
+            return  # let the put finish first: a checkpoint during a put is slower than one after the other
         quiet = time.monotonic() - engine.last_write > QUIET_SECONDS
-        if engine.db.wal_bytes():
-            engine.db.checkpoint(truncate=quiet, wait=False)
-        engine.clear_cut_off()
+        steps: list[Callable[[], object]] = [
+            lambda: engine.db.wal_bytes() and engine.db.checkpoint(truncate=quiet, wait=False),
+            lambda: engine.clear_cut_off(wait=False),
+            lambda: self._flush(engine),
+            lambda: self._sweep(engine),
+            lambda: self._expire(engine),
+            self._learn or (lambda: None),
+            lambda: self._give_back(engine) if quiet else None,
+            engine.take_spare,
+        ]
+        for step in steps:
+            if self._stop.is_set():
+                return
+            try:
+                step()
+            except KVStoreError as error:  # where one cannot be done, on a full disk, another may make room
+                if error.retry:
+                    log.debug("upkeep put off: %s", error)
+                else:
+                    self._failed(engine.db.path, str(error), None)
+            except Exception as error:  # noqa: BLE001  logged and counted: the others may do their work
+                self._failed(engine.db.path, repr(error), error)
+
+    def _flush(self, engine: Engine) -> None:
         if engine.tally:
             with engine.writing(durable=False, wait=False):
                 pass
+
+    def _sweep(self, engine: Engine) -> None:
         if not self._swept:
             sweep(engine)
             self._swept = True
+
+    def _expire(self, engine: Engine) -> None:
         while expire(engine) and not self._stop.is_set():
             pass
-        if self._learn is not None:
-            self._learn()
-        if quiet:
-            with engine.db.read() as c:
-                free = queries.pages(c)[2]
-            while free and not self._stop.is_set():
-                left = engine.space.give_back(FREE_PAGES_PER_BITE)
-                if left == free:
-                    break
-                free = left
+
+    def _give_back(self, engine: Engine) -> None:
+        with engine.db.read() as c:
+            free = queries.pages(c)[2]
+        while free and not self._stop.is_set():
+            left = engine.space.give_back(FREE_PAGES_PER_BITE)
+            if left == free:
+                break
+            free = left

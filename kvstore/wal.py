@@ -6,11 +6,12 @@ frame, zeros or frames of earlier use, is never taken for one (SQLite, file form
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import threading
 from contextlib import suppress
+
+from .disk import allocate
 
 
 class Syncer:
@@ -57,17 +58,7 @@ def reserve(path: str, n_bytes: int) -> bool:
     with suppress(OSError):
         fd = os.open(path, os.O_RDWR)
         try:
-            return os.fstat(fd).st_size >= n_bytes or _allocate(fd, n_bytes)
+            return os.fstat(fd).st_size >= n_bytes or allocate(fd, 0, n_bytes)
         finally:
             os.close(fd)
     return False
-
-
-def _allocate(fd: int, n_bytes: int) -> bool:
-    # Not posix_fallocate: where the file system has no such call it writes to every block, beside SQLite's own writes.
-    try:
-        fallocate = ctypes.CDLL(None).fallocate
-    except (OSError, AttributeError):
-        return False
-    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return bool(fallocate(fd, 0, 0, n_bytes) == 0)

@@ -151,17 +151,18 @@ def _rebuild(
         c.pragma("user_version", step.number)
 
     files.build(database, new, [partial(take, step) for step in steps])
-    linked = False
+    old_file = files.identity(path)
+    made = False
     try:
         if backup is not None:
-            linked = not os.path.lexists(backup)
-            files.keep(path, backup, old, database)
+            made = files.keep(path, backup, old, database)
         files.replace(new, path, old)
     except BaseException:
-        files.remove(new)
-        if linked and backup is not None:
-            with suppress(OSError):
-                os.unlink(backup)
+        if files.identity(path) == old_file:  # else the new file has the name, and the backup is all there is of the old one
+            files.remove(new)
+            if made and backup is not None:
+                with suppress(OSError):
+                    os.unlink(backup)
         raise
     return outcomes
 

@@ -69,7 +69,7 @@ def backup_name(path: str, version: int) -> str:
     """A name for the backup that no other file has; one that the old file has already, from an upgrade cut short."""
     name = first = f"{path}.v{version}-backup"
     n = 1
-    while os.path.lexists(name) and not os.path.samefile(name, path):
+    while os.path.lexists(name) and not (os.path.exists(name) and os.path.samefile(name, path)):
         n += 1
         name = f"{first}-{n}"
     return name
@@ -122,16 +122,29 @@ def build(database: Database, path: str, fills: Sequence[Callable[[Connection], 
         raise
 
 
-def keep(path: str, backup: str, old: Connection, database: Database) -> None:
-    """Gives the old file a second name; a copy where the file system knows no second names."""
+def keep(path: str, backup: str, old: Connection, database: Database) -> bool:
+    """Gives the old file a second name; a copy where the file system knows no second names. False where it had it already."""
+    refuse_other(backup, path)
     if os.path.lexists(backup):
-        return
-    with suppress(OSError, NotImplementedError):
+        return False
+    try:
         os.link(path, backup)
+    except FileExistsError:
+        refuse_other(backup, path)
+        return False
+    except (OSError, NotImplementedError):
+        check_room(path, os.stat(path).st_size)
+        copy(old, backup, database)
+        return True
+    with suppress(OSError):
         os.chmod(backup, 0o600)
-        return
-    check_room(path, os.stat(path).st_size)
-    copy(old, backup, database)
+    return True
+
+
+def refuse_other(backup: str, path: str) -> None:
+    """Raises MigrationError where the name of the backup went to another file since it was chosen."""
+    if os.path.lexists(backup) and not (os.path.exists(backup) and os.path.samefile(backup, path)):
+        raise MigrationError(f"{backup} is there already", path=path, hint="try again: the backup gets another name")
 
 
 def copy(old: Connection, backup: str, database: Database) -> None:
@@ -149,6 +162,7 @@ def copy(old: Connection, backup: str, database: Database) -> None:
         finally:
             target.close()
         sync(partial)
+        refuse_other(backup, database.path)
         os.rename(partial, backup)
     except BaseException:
         remove(partial)

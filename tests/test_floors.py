@@ -12,11 +12,10 @@ import kvstore
 ROOT = Path(kvstore.__file__).parent
 FLOORS: list[set[str]] = [
     # facts: errors, records, what the C code and a file's header look like
-    {"errors", "fsutil", "header", "native", "native.build", "printable", "records",
-     "units"},
+    {"disk", "errors", "fsutil", "header", "native", "native.build", "paths", "printable", "records", "units"},
     # formats and single resources, each by itself
     {"arguments", "bkvd", "db", "hashing", "layout", "layout_cells", "layout_convert", "layout_crop", "layout_parse",
-     "layout_recurrent", "layout_types", "lru", "meta", "policy", "slotfile", "wal"},
+     "layout_recurrent", "layout_types", "lru", "meta", "policy", "slotfile", "wal", "writers"},
     # the file's tables
     {"audit", "queries", "upgrade", "migrations"},
     # what is made of rows

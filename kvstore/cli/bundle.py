@@ -68,16 +68,17 @@ def parts_of(item: Exported) -> dict[str, list[bytes | memoryview]]:
 
 
 def to_folder(folder: Path, items: Iterable[Exported]) -> int:
-    """Writes each entry's files; an entry that is cut off leaves none. Gives the number of entries."""
+    """Writes each entry's files; an entry that is cut off leaves no new one. Gives the number of entries."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     n = 0
     for item in items:
         name = f"{item.block.id:016x}"
+        there = {suffix for suffix in SUFFIXES if os.path.lexists(folder / (name + suffix))}
         try:
             for suffix, parts in parts_of(item).items():
                 slotfile.write_parts(folder / (name + suffix), parts)
         except BaseException:
-            for suffix in SUFFIXES:
+            for suffix in set(SUFFIXES) - there:  # those of an earlier export stay
                 with suppress(OSError):
                     (folder / (name + suffix)).unlink()
             raise

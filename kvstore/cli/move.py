@@ -288,8 +288,10 @@ def _archive_to(target: str, items: Iterator[Exported], force: bool) -> int:
     if os.path.lexists(target) and not force and not special:
         raise InvalidInputError(f"{target} is there already", hint="give another name, or --force")
     try:
-        with fsutil.atomic_write(target) as out:
+        with fsutil.atomic_write(target, replace=force) as out:
             return bundle.to_tar(out, items)
+    except FileExistsError:
+        raise InvalidInputError(f"{target} is there already", hint="give another name, or --force") from None
     except KVStoreError:
         raise
     except OSError as error:
