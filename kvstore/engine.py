@@ -277,7 +277,7 @@ class Engine:
                 created_at=found.created_at,
             )
             queries.update_meta(c, entry)
-            queries.touch(c, entry.id, 0, now)
+            queries.touch(c, entry.id, 0, entry.last_used)
             if job.head != queries.head(c, entry.id):
                 queries.set_head(c, entry.id, job.head)
         return entry
