@@ -246,10 +246,12 @@ class Engine:
         return all(policy.merged_class(o, (job.entry_class, job.source))[0] != "learned" for o in merged)
 
     def identical(self, c: Connection, fingerprint: int, job: Job) -> Entry | None:
-        """The live entry that holds these tokens and these very bytes already."""
+        """The live entry that holds these tokens and these very bytes already; one that a queued put renewed is live."""
         for id in queries.same_tokens(c, fingerprint, job.key):
             entry, rows = queries.entry(c, id, fingerprint), queries.blobs(c, id)
-            if entry is None or self.is_expired(entry) or {row.part: row.size for row in rows} != job.digests.sizes:
+            if entry is None or (self.is_expired(entry) and id != job.id):
+                continue
+            if {row.part: row.size for row in rows} != job.digests.sizes:
                 continue
             if {row.part: row.digest for row in rows} == job.digests:
                 return entry

@@ -567,7 +567,9 @@ def large(seed: int) -> tuple[Any, weakref.ref[Any]]:
 
 @pytest.mark.parametrize("write_behind", [False, True])
 @pytest.mark.parametrize("cache_ram_mib", [0, 256])
-def test_a_put_over_the_budget_leaves_no_thread_and_no_array(write_behind: bool, cache_ram_mib: int, open_store: Opener) -> None:
+def test_a_put_over_the_budget_leaves_no_thread_and_no_array(
+    write_behind: bool, cache_ram_mib: int, open_store: Opener
+) -> None:
     store = open_store(write_behind=write_behind, cache_disk_mib=16, cache_ram_mib=cache_ram_mib)
     before = threading.active_count()
     gc.collect()
