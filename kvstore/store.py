@@ -65,7 +65,8 @@ class Store:
     cache_ram_mib: bounds the bytes that the RAM layer holds (0: off, -1: no limit).
     cache_disk_mib: bounds the file with its write-ahead log (-1: no limit).
     min_saved_mib: a state is stored as a delta where that saves at least so much.
-    write_behind: `put` returns when the entry is in RAM; `flush` waits until all is on disk.
+    write_behind: `put` returns when the entry is in RAM; `flush` waits until all is on disk. Until then an entry's `parent`
+        is None and its `stored` is its size. A put that fails later is reported by the next call other than get, match, entry.
     verify: check the digest of every state that is given back.
     readonly: never writes; the file must exist and be of this version.
     auto_learn: learn the prefixes that three entries of a family have in common.
