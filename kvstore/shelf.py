@@ -96,7 +96,8 @@ class Keeping:
 
     def commit(self, id: int, version: tuple[int, ...]) -> None:
         """Shows the entry, which is on disk now in this version."""
-        if not (self._copy() if self._task is None else self._task.result()):
+        task, self._task = self._task, None
+        if not (self._copy() if task is None else task.result()):
             self._ram.cancel(self._n_bytes)
             return
         for array in self._arrays.values():
@@ -105,8 +106,9 @@ class Keeping:
 
     def cancel(self) -> None:
         """Gives the room back, when no worker copies any more."""
-        if self._task is not None:
-            self._task.cancel()
+        task, self._task = self._task, None  # it refers to this object: a circle would keep the arrays until a collection
+        if task is not None:
+            task.cancel()
         self._ram.cancel(self._n_bytes)
 
 
