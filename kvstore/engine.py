@@ -18,10 +18,11 @@ from .entry_reader import Damaged, EntryReader
 from .errors import BusyError, CorruptStoreError, DiskFullError, KVStoreError, NotFoundError, OverBudgetError, StoreIOError
 from .job import Job
 from .lru import RamCache
-from .records import Entry, EntryClass, Match, SavedState, Source, hex_id
+from .records import Entry, EntryClass, SavedState, Source, hex_id
 from .shelf import Parent, Part, Shelf, learned_prefix
 from .space import LOG_PAGES, NEW_PAGES, Space
 from .tally import Tally
+from .workers import Workers
 
 log = logging.getLogger("kvstore")
 log.addHandler(logging.NullHandler())  # silent unless the program that uses us logs: no warnings on its stderr
@@ -52,6 +53,7 @@ class Engine:
         self.ram = ram
         self.min_saved = min_saved
         self.tally = Tally()
+        self.workers = Workers()
         self.reader = EntryReader(ram, verify, self.tally.spent)
         self.shelf = Shelf(self.reader, self.tally.spent)
         self.space = Space(database, disk_budget, self.writing, self.evictor, self._relieve)
@@ -99,14 +101,6 @@ class Engine:
     def entry(self, id: int) -> Entry | None:
         with self.db.read() as c:
             return self.find(c, id)
-
-    def match(self, key: bytes) -> Match | None:
-        """The entry on file that can serve the most leading tokens of `key`; not counted as a use."""
-        with self.db.read() as c:
-            fingerprint = self.fingerprint_id(c)
-            found = None if fingerprint is None else prefixes.longest(c, fingerprint, key, self.now())
-            entry = None if found is None else queries.entry(c, found[0], fingerprint)
-        return None if found is None or entry is None else Match(self.with_uses(entry), found[1])
 
     def with_uses(self, entry: Entry) -> Entry:
         hits, used = self.tally.uses_of(entry.id)
@@ -252,7 +246,12 @@ class Engine:
         with self._clock_lock:
             self.putting += 1
         try:
-            return self.past_damage(lambda: self._put(job, owned, release))
+            with self.workers.lend():
+                job.digests.begin(self.workers)
+                try:
+                    return self.past_damage(lambda: self._put(job, owned, release))
+                finally:
+                    job.digests.cancel()
         finally:
             with self._clock_lock:
                 self.putting -= 1
@@ -265,8 +264,9 @@ class Engine:
                 fingerprint = self.fingerprint_id(c)
                 parent = prefix = None
                 if fingerprint is not None:
-                    # An owned job was promised its id: it replaces what is there.
-                    same = None if owned else self._identical(c, fingerprint, job)
+                    same = self.identical(c, fingerprint, job)
+                    if owned and same is not None and same.id != job.id:
+                        same = None  # an owned job was promised its id: it replaces what is there
                     if same is None and self._shares(c, fingerprint, job):
                         prefix = learned_prefix(c, fingerprint, job.key, self.now())
                         parent = None if prefix is None else self.shelf.parent(c, *prefix)
@@ -280,7 +280,7 @@ class Engine:
             parts, shared = self.shelf.build(job.main, job.draft, job.digests, parent, self.min_saved)
             if not shared:
                 parent = None
-            keeping = None if owned else self.shelf.keep(parts, None if parent is None else parent.id, owned=False)
+            keeping = None if owned else self.shelf.keep(parts, None if parent is None else parent.id, self.workers)
             try:
                 entry, version = self._write(job, parts, parent, prefix)
             except BaseException as error:
@@ -300,7 +300,7 @@ class Engine:
         if release is not None:
             release()
         if owned:
-            keeping = self.shelf.keep(parts, entry.parent, owned=True)
+            keeping = self.shelf.keep(parts, entry.parent, None)
         if keeping is not None:
             keeping.commit(job.id, version)
         self.tally.count("puts")
@@ -321,20 +321,19 @@ class Engine:
         if not job.share or job.entry_class == "learned":
             return False
         old = (queries.entry(c, id, None) for id in queries.same_tokens(c, fingerprint, job.key))
-        merged = ((o.entry_class, o.source) for o in old if o is not None)
+        merged = ((o.entry_class, o.source) for o in old if o is not None and not self.is_expired(o))
         return all(policy.merged_class(o, (job.entry_class, job.source))[0] != "learned" for o in merged)
 
-    def holds(self, job: Job) -> bool:
-        """True where the file has these tokens with these very bytes already."""
-        with self.db.read() as c:
-            fingerprint = self.fingerprint_id(c)
-            return fingerprint is not None and self._identical(c, fingerprint, job) is not None
-
-    def _identical(self, c: Connection, fingerprint: int, job: Job) -> Entry | None:
-        """The entry that holds these tokens and these very bytes already."""
+    def identical(self, c: Connection, fingerprint: int, job: Job) -> Entry | None:
+        """The live entry that holds these tokens and these very bytes already; one that a queued put renewed is live."""
         for id in queries.same_tokens(c, fingerprint, job.key):
-            if {row.part: row.digest for row in queries.blobs(c, id)} == job.digests:
-                return queries.entry(c, id, fingerprint)
+            entry, rows = queries.entry(c, id, fingerprint), queries.blobs(c, id)
+            if entry is None or (self.is_expired(entry) and id != job.id):
+                continue
+            if {row.part: row.size for row in rows} != job.digests.sizes:
+                continue
+            if {row.part: row.digest for row in rows} == job.digests:
+                return entry
         return None
 
     def _refresh(self, same: Entry, job: Job) -> Entry | None:
@@ -360,7 +359,7 @@ class Engine:
                 created_at=found.created_at,
             )
             queries.update_meta(c, entry)
-            queries.touch(c, entry.id, 0, now)
+            queries.touch(c, entry.id, 0, entry.last_used)
             if job.head != queries.head(c, entry.id):
                 queries.set_head(c, entry.id, job.head)
         return entry
@@ -501,10 +500,11 @@ class Engine:
         for id in queries.same_tokens(c, fingerprint, job.key):
             old = queries.entry(c, id, None)
             if old is not None:
-                entry_class, source = policy.merged_class(
-                    (old.entry_class, old.source), (entry.entry_class, entry.source)
-                )
-                entry = dataclasses.replace(entry, entry_class=entry_class, source=source)
+                if not self.is_expired(old):
+                    entry_class, source = policy.merged_class(
+                        (old.entry_class, old.source), (entry.entry_class, entry.source)
+                    )
+                    entry = dataclasses.replace(entry, entry_class=entry_class, source=source)
                 self._keep_children(c, queries.children(c, id), dropped, sum(p.data.size for p in parts))
             self.drop(c, id, "replaced", dropped)
         for id, n in list(prefixes.prefixes_of(c, fingerprint, job.key[:-4], self.now())):

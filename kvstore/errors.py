@@ -139,7 +139,11 @@ class WrongKeyError(KVStoreError):
 
 
 class WriteBehindError(KVStoreError):
-    """A put in write-behind mode failed after it had returned (facts: ids). The entries are gone."""
+    """A put in write-behind mode failed after it had returned (facts: ids). Those entries are gone.
+
+    Raised once, by the next call that is not a read of one entry (get, match, entry): those leave the report to whoever puts
+    or flushes.
+    """
 
     code, exit_code = "write_behind", 20
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from .records import Bytes, Tokens
+from .workers import Task, Workers
 
 PARALLEL_BYTES = 1 << 20  # below this a thread costs more than it saves
 FAMILY_SYSTEM_TOKENS = 256
@@ -32,30 +35,37 @@ def family(tokens: Tokens, n_system: int, user_start: int) -> int:
 
 
 class Digests(Mapping[str, bytes]):
-    """The digests of states by name, computed when they are asked for, or from `begin` on by a thread each."""
+    """The digests of states by name, computed when they are asked for, or from `begin` on by workers."""
 
     def __init__(self, **states: Bytes | None) -> None:
         self._states = {name: state for name, state in states.items() if state is not None}
-        self._begun: dict[str, Hasher] = {}
+        self._begun: dict[str, Task[bytes]] = {}
         self._known: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
-    def begin(self) -> None:
-        """The states must not change until their digests were asked for."""
+    def begin(self, workers: Workers) -> None:
+        """The states must not change until their digests were asked for, or `cancel` has returned."""
         with self._lock:
             for name in self._states.keys() - self._begun.keys() - self._known.keys():
-                self._begin(name)
+                if self._states[name].size >= PARALLEL_BYTES:
+                    self._begun[name] = workers.begin(functools.partial(_digest_beside, self._states[name]))
 
-    def _begin(self, name: str) -> None:
-        self._begun[name] = Hasher()
-        self._begun[name].update(self._states[name])
+    def cancel(self) -> None:
+        """Ends what `begin` began. A digest that is asked for later is computed then."""
+        with self._lock:
+            begun, self._begun = self._begun, {}
+            for task in begun.values():
+                task.cancel()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: state.size for name, state in self._states.items()}
 
     def __getitem__(self, name: str) -> bytes:
         with self._lock:
             if name not in self._known:
-                if name not in self._begun:
-                    self._begin(name)
-                self._known[name] = self._begun.pop(name).digest()
+                task = self._begun.pop(name, None)
+                self._known[name] = digest(self._states[name]) if task is None else task.result()
             return self._known[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -63,6 +73,13 @@ class Digests(Mapping[str, bytes]):
 
     def __len__(self) -> int:
         return len(self._states)
+
+
+def _digest_beside(state: Bytes) -> bytes:
+    """`digest` without the interpreter's lock, which only `update` lets go."""
+    hasher = xxhash.xxh3_128()
+    hasher.update(state.data)
+    return hasher.digest()
 
 
 class Hasher:
@@ -74,16 +91,22 @@ class Hasher:
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
         self._pieces: queue.SimpleQueue[Bytes | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._executor: ThreadPoolExecutor | None = None
 
     def update(self, piece: Bytes) -> None:
-        if self._thread is None and piece.size < PARALLEL_BYTES:
+        if self._executor is None and (piece.size < PARALLEL_BYTES or not self._start()):
             self._hash.update(piece.data)
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvstore-hash", daemon=True)
-            self._thread.start()
         self._pieces.put(piece)
+
+    def _start(self) -> bool:
+        executor = ThreadPoolExecutor(1, thread_name_prefix="kvstore-hash")
+        try:
+            executor.submit(self._run)
+        except RuntimeError:  # the interpreter ends
+            return False
+        self._executor = executor
+        return True
 
     def _run(self) -> None:
         while (piece := self._pieces.get()) is not None:
@@ -91,8 +114,8 @@ class Hasher:
 
     def digest(self) -> bytes:
         """Waits for the pieces; 16 bytes, big-endian."""
-        if self._thread is not None:
+        if self._executor is not None:
             self._pieces.put(None)
-            self._thread.join()
-            self._thread = None
+            self._executor.shutdown(wait=True)
+            self._executor = None
         return self._hash.digest()

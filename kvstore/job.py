@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import policy
+from .hashing import Digests
 from .policy import Cuts
 from .records import Bytes, Entry, EntryClass, Source, Tokens
 
@@ -18,14 +18,17 @@ def new_id() -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A put whose arguments have been checked. The arrays are the caller's, or private copies (`owned`)."""
+    """A put whose arguments have been checked. The arrays are the caller's, or private copies (`owned`).
+
+    `promised` is the entry that the caller was given already: it is stored with those times and that class.
+    """
 
     id: int
     tokens: Tokens
     key: bytes
     main: Bytes
     draft: Bytes | None
-    digests: Mapping[str, bytes]
+    digests: Digests
     cuts: Cuts
     entry_class: EntryClass
     source: Source
@@ -36,12 +39,15 @@ class Job:
     n_images: int
     share: bool
     head: bytes | None = None
+    promised: Entry | None = None
 
     @property
     def size(self) -> int:
         return self.main.size + (0 if self.draft is None else self.draft.size)
 
     def entry(self, now: int, stored: int, parent: int | None) -> Entry:
+        if self.promised is not None:
+            return replace(self.promised, stored=stored, parent=parent)
         return Entry(
             id=self.id,
             n_tokens=len(self.tokens),

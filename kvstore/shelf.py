@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from .lru import Held, RamCache
 from .policy import Cuts as Cuts
 from .policy import cuts_of as cuts_of
 from .records import Bytes
+from .workers import Task, Workers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,40 +54,35 @@ def learned_prefix(c: Connection, fingerprint: int, key: bytes, now: int) -> tup
 
 
 class Keeping:
-    """An entry on its way into the RAM layer, copied by a thread while the file is written.
+    """An entry on its way into the RAM layer, copied by a worker while the file is written.
 
     What is `owned`, and a delta, is taken as it is; a caller's buffer may change after the put.
     """
 
-    def __init__(self, ram: RamCache, n_bytes: int, parts: list[Part], parent: int | None, owned: bool) -> None:
+    def __init__(
+        self, ram: RamCache, n_bytes: int, parts: list[Part], parent: int | None, workers: Workers | None
+    ) -> None:
         self._ram = ram
         self._n_bytes = n_bytes
         self._parent = parent
         self._arrays = {part.name: part.data for part in parts}
-        self._copied = [] if owned else [part.name for part in parts if part.kind == "full"]
-        self._failed: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        if n_bytes >= PARALLEL_DIGEST_BYTES and self._copied:
-            self._thread = threading.Thread(target=self._copy, name="kvstore-copy", daemon=True)
-            self._thread.start()
+        self._copied = [] if workers is None else [part.name for part in parts if part.kind == "full"]
+        self._task: Task[bool] | None = None
+        if workers is not None and n_bytes >= PARALLEL_DIGEST_BYTES and self._copied:
+            self._task = workers.begin(self._copy)
 
-    def _copy(self) -> None:
+    def _copy(self) -> bool:
         try:
             for name in self._copied:
                 self._arrays[name] = self._arrays[name].copy()
-        except MemoryError as error:
-            self._failed = error
-
-    def _wait(self) -> None:
-        if self._thread is None:
-            self._copy()
-        else:
-            self._thread.join()
+        except MemoryError:
+            return False
+        return True
 
     def commit(self, id: int, version: tuple[int, ...]) -> None:
         """Shows the entry, which is on disk now in this version."""
-        self._wait()
-        if self._failed is not None:
+        task, self._task = self._task, None
+        if not (self._copy() if task is None else task.result()):
             self._ram.cancel(self._n_bytes)
             return
         for array in self._arrays.values():
@@ -95,9 +90,10 @@ class Keeping:
         self._ram.commit(id, Held(version, self._arrays["main"], self._arrays.get("draft"), self._parent))
 
     def cancel(self) -> None:
-        """Gives the room back."""
-        if self._thread is not None:
-            self._thread.join()
+        """Gives the room back, when no worker copies any more."""
+        task, self._task = self._task, None  # it refers to this object: a circle would keep the arrays until a collection
+        if task is not None:
+            task.cancel()
         self._ram.cancel(self._n_bytes)
 
 
@@ -145,7 +141,10 @@ class Shelf:
                 parts.append(Part(name, "bkvd", delta.data, state.size, digests))
         return parts, shared
 
-    def keep(self, parts: list[Part], parent: int | None, *, owned: bool) -> Keeping | None:
-        """Begins to take what is being stored into the RAM layer; None where it has no room."""
+    def keep(self, parts: list[Part], parent: int | None, workers: Workers | None) -> Keeping | None:
+        """Begins to take what is being stored into the RAM layer; None where it has no room.
+
+        Without workers the arrays are the store's own, and are not copied.
+        """
         n_bytes = sum(part.data.size for part in parts)
-        return Keeping(self.ram, n_bytes, parts, parent, owned) if self.ram.reserve(n_bytes, parent) else None
+        return Keeping(self.ram, n_bytes, parts, parent, workers) if self.ram.reserve(n_bytes, parent) else None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +15,6 @@ import numpy as np
 
 from . import check, db, disk, layout, learning, meta, policy, prefixes, queries, upkeep
 from .arguments import as_array, as_tokens, choice, entry_id, is_text, whole
-from .behind import Pending, WriteBehind
 from .engine import Engine
 from .errors import DiskFullError, InvalidInputError, KVStoreError, NotFoundError, StoreIOError
 from .hashing import Digests, family
@@ -34,6 +33,7 @@ from .records import (
     Stats,
     hex_id,
 )
+from .write_behind import WriteBehind
 
 ENTRIES_PER_PAGE = 256
 TRIES = 8  # of an open whose new file another process removes
@@ -43,6 +43,9 @@ MAX_TIMEOUT = 2_000_000  # seconds; SQLite counts milliseconds in an int
 def _close(engine: Engine, behind: WriteBehind, background: upkeep.Upkeep | None) -> None:
     if os.getpid() != engine.db.pid:
         return  # a forked child leaves its parent's files alone
+    if behind.is_writer():  # a Store that nobody holds any more may be collected by any thread; this one is waited for
+        threading.Thread(target=_close, args=(engine, behind, background), name="kvstore-close").start()
+        return
     behind.close()
     if background is not None:
         background.stop()
@@ -102,7 +105,8 @@ class Store:
     cache_ram_mib: bounds the bytes that the RAM layer holds (0: off, -1: no limit).
     cache_disk_mib: bounds the file with its write-ahead log (-1: no limit).
     min_saved_mib: a state is stored as a delta where that saves at least so much.
-    write_behind: `put` returns when the entry is in RAM; `flush` waits until all is on disk.
+    write_behind: `put` returns when the entry is in RAM; `flush` waits until all is on disk. Until then an entry's `parent`
+        is None and its `stored` is its size. A put that fails later is reported by the next call other than get, match, entry.
     verify: check the digest of every state that is given back.
     readonly: never writes; the file must exist and be of this version.
     auto_learn: learn the prefixes that three entries of a family have in common.
@@ -159,7 +163,7 @@ class Store:
 
         engine = _open(self.path, build, create=not readonly and not memory, key=key)
         self._engine = engine
-        self._behind = WriteBehind(engine.ram, engine.tally.use)
+        self._behind = WriteBehind(engine)
         self._write_behind = write_behind and not readonly
         self._upkeep: upkeep.Upkeep | None = None
         if not readonly and not memory:
@@ -225,14 +229,13 @@ class Store:
         n_images = whole(n_images, "n_images", 0)
         main = as_array(state, "state")
         second = None if draft is None else as_array(draft, "draft")
-        digests = Digests(main=main, draft=second)
         job = Job(
             id=new_id(),
             tokens=array,
             key=prefixes.key_of(array),
             main=main,
             draft=second,
-            digests=digests,
+            digests=Digests(main=main, draft=second),
             cuts=cuts_of(main, len(array)),
             entry_class=entry_class,
             source=source,
@@ -244,40 +247,8 @@ class Store:
             share=share,
             head=None if head is None else bytes(head),
         )
-        if self._write_behind and not self._engine.holds(job):
-            if self._behind.reserve(job.size):
-                return self._put_behind(job)
-            self._behind.drain()
-        digests.begin()
-        entry = self._engine.put(job)
+        entry = self._behind.put(job) if self._write_behind else self._engine.put(job)
         self._wake()
-        return entry
-
-    def _put_behind(self, job: Job) -> Entry:
-        """Queues a put, with copies of the caller's arrays in room that is reserved for them."""
-        engine, reserved = self._engine, job.size
-        try:
-            main, draft = job.main.copy(), None if job.draft is None else job.draft.copy()
-        except BaseException:
-            engine.ram.cancel(reserved)
-            raise
-        for array in (job.tokens, main, draft):
-            if array is not None:
-                array.flags.writeable = False
-        digests = Digests(main=main, draft=draft)
-        digests.begin()
-        job = replace(job, main=main, draft=draft, digests=digests)
-
-        def store() -> None:
-            held = [reserved]
-            try:
-                engine.put(job, owned=True, release=lambda: engine.ram.cancel(held.pop()))
-            finally:
-                if held:
-                    engine.ram.cancel(held.pop())
-
-        entry = job.entry(engine.now(), job.size, None)
-        self._behind.add(Pending(entry, job, store))
         return entry
 
     def get(self, id: int, *, n_tokens: int | None = None) -> SavedState | None:
@@ -286,15 +257,10 @@ class Store:
         n_tokens cuts them: to the state of the first n_tokens, where the layout allows it (else LayoutError). The arrays
         are read-only. An entry that cannot be given back right is dropped, with a logged warning, and is a miss.
         """
-        self._ready()
+        self._engine.db.check()
         id = entry_id(id)
-        pending = self._behind.get(id)
-        if pending is not None:
-            pending.uses.append(self._engine.now())
-            self._engine.tally.count("hits")
-            job = pending.job
-            saved: SavedState | None = SavedState(pending.entry, job.tokens, job.main, job.draft)
-        else:
+        queued, saved = self._behind.get(id)
+        if not queued:
             saved = self._engine.get(id)
         if saved is None:
             return None
@@ -311,43 +277,34 @@ class Store:
 
     def take(self, id: int) -> SavedState | None:
         """`get`, and removes the entry; a learned or pinned one stays."""
-        self._settle()
-        saved = self.get(id)
-        if saved is None or saved.entry.entry_class != "normal":
-            return saved
-        # Of two who take at once, one deletes it: the other has a miss.
-        return saved if self._engine.delete(entry_id(id), "resident", "taken") else None
+        with self._settled():
+            saved = self.get(id)
+            if saved is None or saved.entry.entry_class != "normal":
+                return saved
+            # Of two who take at once, one deletes it: the other has a miss.
+            return saved if self._engine.delete(entry_id(id), "resident", "taken") else None
 
     def match(self, tokens: Any) -> Match | None:
         """The entry that can serve the most leading tokens of a request, and how many; None where none serves any.
 
         An entry whose state cannot be cut serves only all of its tokens, or as many as one of its checkpoints has.
         """
-        self._ready()
-        engine = self._engine
+        self._engine.db.check()
         key = prefixes.key_of(as_tokens(tokens))
-        best = engine.past_damage(lambda: engine.match(key))
-        for pending in self._behind.all():
-            if engine.is_expired(pending.entry):
-                continue
-            n = policy.common(pending.job.key, key)
-            cuts = pending.job.cuts
-            if not cuts.any and n < pending.entry.n_tokens:
-                n = max((m for m in cuts.counts if m <= n), default=0)
-            if n > (0 if best is None else best.n_common):
-                best = Match(pending.entry, n)
-        if best is None:
-            engine.tally.count("unmatched")
-        return best
+        found = self._engine.past_damage(lambda: self._behind.match(key))
+        if found is None:
+            self._engine.tally.count("unmatched")
+            return None
+        return Match(*found)
 
     # -- entries as rows
 
     def entry(self, id: int) -> Entry | None:
         """What is known of an entry; reads none of its bytes."""
-        self._ready()
-        pending = self._behind.get(entry_id(id))
-        if pending is not None:
-            return pending.entry
+        self._engine.db.check()
+        queued, entry = self._behind.lookup(entry_id(id))
+        if queued:
+            return entry
         return self._engine.past_damage(lambda: self._engine.entry(int(id)))
 
     def entries(self, *, family: int | None = None, entry_class: EntryClass | None = None) -> Iterator[Entry]:
@@ -363,6 +320,7 @@ class Store:
         engine = self._engine
         after: int | None = -(1 << 63)
         while after is not None:
+            self._settle()
             with engine.db.read() as c:
                 page, after = queries.entries_page(
                     c, after, ENTRIES_PER_PAGE, engine.scope(c), family, entry_class, engine.now()
@@ -374,11 +332,12 @@ class Store:
         self, id: int, *, entry_class: EntryClass | None = None, source: Source = "request", ttl: int | None = None
     ) -> Entry:
         """Changes the class of an entry, or its expiry: ttl seconds from now, 0 = never. Raises NotFoundError."""
-        self._settle()
         if entry_class is not None:
             choice(entry_class, CLASSES, "class")
         choice(source, SOURCES, "source")
-        return self._engine.set(entry_id(id), entry_class, source, None if ttl is None else whole(ttl, "ttl", 0, 1 << 40))
+        seconds = None if ttl is None else whole(ttl, "ttl", 0, 1 << 40)
+        with self._settled():
+            return self._engine.set(entry_id(id), entry_class, source, seconds)
 
     def delete(self, id: int, *, children: str = "resident") -> list[int]:
         """Removes an entry; gives the ids of all that went.
@@ -386,9 +345,9 @@ class Store:
         children: what becomes of the entries stored against it: "resident" keeps those that the RAM layer holds, "keep"
         all of them (both rebuilt whole), "drop" none.
         """
-        self._settle()
         choice(children, ("resident", "keep", "drop"), "value of children")
-        removed = self._engine.delete(entry_id(id), children)
+        with self._settled():
+            removed = self._engine.delete(entry_id(id), children)
         self._wake()
         return removed
 
@@ -398,7 +357,10 @@ class Store:
         tokens: the prefix itself, or the id of an entry with n_tokens, how many of its tokens to learn (None: all).
         Raises NotFoundError where no entry holds the prefix, LayoutError where its state cannot be cut there.
         """
-        self._settle()
+        with self._settled():
+            return self._learn(tokens, n_tokens)
+
+    def _learn(self, tokens: Any, n_tokens: int | None) -> Entry:
         engine = self._engine
         if isinstance(tokens, int | np.integer):
             id = entry_id(tokens)
@@ -490,9 +452,11 @@ class Store:
     def close(self) -> None:
         """Writes what is left and closes the file. Raises WriteBehindError where a put in write-behind mode failed."""
         self._finalizer()
-        self._behind.raise_failure()
+        if os.getpid() == self._engine.db.pid:
+            self._behind.raise_failure()
 
     def _ready(self) -> None:
+        """Reads do not come here: the report of a failed put is for those who put and flush."""
         self._engine.db.check()
         self._behind.raise_failure()
 
@@ -500,6 +464,14 @@ class Store:
         self._engine.db.check()
         self._behind.drain()
         self._behind.raise_failure()
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """For a change of what the file has: nothing is queued, and nothing is put meanwhile."""
+        self._engine.db.check()
+        with self._behind.settled() if self._write_behind else nullcontext():
+            self._behind.raise_failure()
+            yield
 
     def _wake(self) -> None:
         if self._upkeep is not None:

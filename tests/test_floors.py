@@ -15,13 +15,14 @@ FLOORS: list[set[str]] = [
     {"disk", "errors", "fsutil", "header", "native", "native.build", "paths", "printable", "records", "units"},
     # formats and single resources, each by itself
     {"arguments", "bkvd", "db", "hashing", "layout", "layout_cells", "layout_convert", "layout_crop", "layout_parse",
-     "layout_recurrent", "layout_types", "lru", "meta", "policy", "slotfile", "wal", "writers"},
+     "layout_recurrent", "layout_types", "lru", "meta", "policy", "slotfile", "wal", "workers", "writers"},
     # the file's tables
     {"audit", "queries", "upgrade", "migrations"},
     # what is made of rows
     {"blobs", "entry_reader", "job", "prefixes", "tally"},
     # a store at work
-    {"behind", "check", "copies", "engine", "learning", "operate", "repair", "shelf", "space", "store", "upkeep"},
+    {"check", "copies", "engine", "learning", "operate", "queue_index", "repair", "shelf", "space", "store", "upkeep",
+     "write_behind"},
     # the face
     {""},
     # its users

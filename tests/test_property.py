@@ -127,7 +127,7 @@ class StoreMachine(RuleBasedStateMachine):
         expires = None if ttl is None else self.now() + ttl
         new = Known(given.id, tokens, main, second, cuts, entry_class, source, expires)
         for old in [e for e in self.model.values() if e.tokens == tokens]:
-            if new.entry_class == "normal" and new.source == "default":
+            if new.entry_class == "normal" and new.source == "default" and old.id in self.live():
                 new.entry_class, new.source = old.entry_class, old.source
             if old.id == given.id:
                 assert (old.main, old.draft) == (main, second)
