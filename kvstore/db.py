@@ -186,7 +186,14 @@ class Database:
         self._identity = None if self.memory else identity(self.path)
         self._log: tuple[int, int] | None = None
         self._frozen: tuple[int, int, int, int] | None = None
-        self._writer = self._connect(writable=not readonly)
+        self._no_room = False
+        try:
+            self._writer = self._connect(writable=not readonly)
+        except DiskFullError:
+            self._no_room = True  # for the shared memory: where there is no log it can be read without
+            if not readonly or self._without_log() is None:
+                raise
+            self._writer = self._connect(writable=False)
         _OPEN.add(self)
 
     def _connect(self, writable: bool) -> Connection:
@@ -218,10 +225,10 @@ class Database:
         return connection
 
     def _without_log(self) -> tuple[int, int, int, int] | None:
-        """What tells one state of the file from another, where its folder cannot be written and holds no log of it."""
-        if os.access(os.path.dirname(self.path), os.W_OK) or os.path.exists(self.path + "-wal"):
-            return None
+        """What tells one state of the file from another, where no shared memory can be made beside it and there is no log."""
         with suppress(OSError):
+            if (os.access(os.path.dirname(self.path), os.W_OK) and not self._no_room) or self.wal_bytes():
+                return None
             found = os.stat(self.path)
             return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
         return None
@@ -321,7 +328,7 @@ class Database:
     def leave_spare(self) -> None:
         """Leaves blocks behind the end of the file for who opens it on a full disk; `relieve` gives them back."""
         if not self.memory and not self.readonly and identity(self.path) == self._identity:
-            disk.reserve_behind(self.path, disk.SPARE_BYTES)
+            disk.reserve_behind(self.path, disk.spare_bytes(self.path))
 
     @contextmanager
     def read(self, *, fresh: bool = False) -> Iterator[Connection]:

@@ -56,6 +56,11 @@ def _descriptor(path: str) -> int:
     return -1
 
 
+def spare_bytes(path: str) -> int:
+    """How much can be kept for bad times: on a disk that has less, what it has."""
+    return min(SPARE_BYTES, free_bytes(path)) if os.path.exists(path) else 0
+
+
 def reserve_behind(path: str, n_bytes: int) -> bool | None:
     """Takes blocks behind the end of a file that is open in this process; None where that cannot be done here."""
     with suppress(OSError):
@@ -86,14 +91,14 @@ class Spare:
     def held(self) -> bool:
         return self._fd >= 0
 
-    def take(self) -> None:
+    def take(self, n_bytes: int = SPARE_BYTES) -> None:
         """Takes the blocks where they are not held, and the disk has them."""
         flag = getattr(os, "O_TMPFILE", None)
         if self.held or flag is None:
             return
         with suppress(OSError):
             fd = os.open(self._folder, flag | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            if allocate(fd, 0, SPARE_BYTES):
+            if allocate(fd, 0, n_bytes):
                 self._fd = fd
             else:
                 os.close(fd)

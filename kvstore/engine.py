@@ -365,13 +365,18 @@ class Engine:
         return entry
 
     def _has_room(self, parts: list[Part]) -> bool:
-        """Whether a disk that was full has room for a put, now that the log is empty: for its pages, and again in the log."""
+        """Makes what room there is on a full disk, of the log and of free pages; whether it does for a put.
+
+        A put needs room in the log, and again in the file.
+        """
         if self.db.memory:
             return False
+        total = sum(part.data.size for part in parts)
+        need = 2 * total + (LOG_PAGES + NEW_PAGES) * self.space.page_size
         with suppress(KVStoreError):
             self.db.checkpoint(truncate=True)
-        total = sum(part.data.size for part in parts)
-        return free_bytes(self.db.path) > 2 * total + (LOG_PAGES + NEW_PAGES) * self.space.page_size
+            self.freeing(lambda: self.space.give_back_all(need))
+        return free_bytes(self.db.path) >= need
 
     def _write(
         self, job: Job, parts: list[Part], parent: Parent | None, prefix: tuple[int, int] | None

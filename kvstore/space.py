@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 
 from . import blobs, policy, queries
 from .db import Connection, Database
+from .disk import free_bytes
 from .errors import BusyError, DiskFullError, OverBudgetError
 from .records import Entry
 
@@ -208,11 +209,14 @@ class Space:
         self.database.checkpoint(truncate=True, wait=False)
         return free
 
-    def give_back_all(self) -> None:
-        """Gives every free page back, in bites, so that other writers get their turn."""
-        while True:
+    def give_back_all(self, until: int | None = None) -> None:
+        """Gives every free page back, in bites, so that other writers get their turn.
+
+        With `until` only as many as the disk needs to have that many bytes free.
+        """
+        while until is None or free_bytes(self.database.path) < until:
             self.empty_log()
-            before, left = self._vacuum(1024, wait=True)
+            before, left = self._vacuum(1024 if until is None else self._pages(until), wait=True)
             self.database.checkpoint(truncate=True)
             if left == 0 or left >= before:
                 return

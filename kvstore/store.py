@@ -72,7 +72,7 @@ def _open(path: str, build: Callable[[], Engine], *, create: bool, key: str | No
             spare = disk.Spare(path)
             if not spare.held and disk.free_bytes(path) < disk.SPARE_BYTES:
                 db.relieve(path, key)
-                spare.take()
+                spare.take(disk.spare_bytes(path))
         try:
             engine = build()
             engine.spare = spare
