@@ -24,7 +24,10 @@ Progress: TypeAlias = Callable[[int, int], None]  # bytes done, bytes in all
 Remedy: TypeAlias = Literal["drop", "rows", "totals", "cuts", "salvage"]
 # What the layers below raise on damaged rows: a value of another type, a text that is no UTF-8.
 Unreadable = (KVStoreError, UnicodeDecodeError, TypeError, ValueError)
-_REMEDIES: dict[str, Remedy] = {"no-orphan": "rows", "staged": "rows", "totals": "totals", "cuts": "cuts"}
+_REMEDIES: dict[str, Remedy] = {
+    "no-orphan": "rows", "staged": "rows", "totals": "totals", "cuts": "cuts",
+    "prefixes": "cuts",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Problem:
     """One thing that does not hold. `invariant` is its name in schema.sql, or "sqlite"; `entry` the id it concerns.
 
     `remedy` is what `repair` does about it: "drop" the entry, delete "rows" that refer to nothing, count "totals" or find
-    "cuts" anew; "salvage" where only a new file helps.
+    "cuts" (with the rows of `prefixes`) anew; "salvage" where only a new file helps.
     """
 
     invariant: str

@@ -482,6 +482,11 @@ def is_empty(connection: Connection) -> bool:
     return int(connection.execute("SELECT count(*) FROM sqlite_schema").get) == 0
 
 
+def schema_names(connection: Connection) -> set[str]:
+    """The names of all tables, indexes, triggers and views."""
+    return {row[0] for row in connection.execute("SELECT name FROM sqlite_schema")}
+
+
 def run_script(connection: Connection, sql: str) -> None:
     """Runs statements inside the transaction that is open."""
     for _ in connection.execute(sql):

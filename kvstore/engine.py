@@ -15,8 +15,9 @@ from .db import Connection, Database
 from .errors import BusyError, CorruptStoreError, DiskFullError, KVStoreError, NotFoundError, OverBudgetError
 from .job import Job
 from .lru import RamCache
+from .prefix_filter import PrefixFilters
 from .records import Entry, EntryClass, SavedState, Source, hex_id
-from .shelf import Damaged, Parent, Part, Shelf, learned_prefix
+from .shelf import Damaged, Parent, Part, Shelf
 from .space import Space
 from .tally import Tally
 
@@ -39,12 +40,21 @@ class Engine:
     """The parts of an open store, and what they do together. Safe to use from several threads."""
 
     def __init__(
-        self, database: Database, *, fingerprint: str, ram: RamCache, disk_budget: int, min_saved: int, verify: bool
+        self,
+        database: Database,
+        *,
+        fingerprint: str,
+        ram: RamCache,
+        disk_budget: int,
+        min_saved: int | None,
+        verify: bool,
+        filters: PrefixFilters | None = None,
     ) -> None:
         self.db = database
         self.fingerprint = fingerprint
         self.ram = ram
-        self.min_saved = min_saved
+        self.min_saved = min_saved  # None: a share of each state, see policy.least_saved
+        self.filters = PrefixFilters() if filters is None else filters
         self.tally = Tally()
         self.shelf = Shelf(ram, verify, self.tally.spent)
         self.space = Space(database, disk_budget, self.writing, self.evictor)
@@ -180,11 +190,12 @@ class Engine:
             with self.db.read() as c:
                 fingerprint = self.fingerprint_id(c)
                 parent = prefix = None
+                cause = self._cause(c, fingerprint, job)
                 if fingerprint is not None:
                     # An owned job was promised its id: it replaces what is there.
                     same = None if owned else self._identical(c, fingerprint, job)
-                    if same is None and self._shares(c, fingerprint, job):
-                        prefix = learned_prefix(c, fingerprint, job.key, self.now())
+                    if same is None and cause == "no_prefix":
+                        prefix = prefixes.learned_prefix(c, self.filters, fingerprint, job.key, self.now())
                         parent = None if prefix is None else self.shelf.parent(c, *prefix)
                 else:
                     same = None
@@ -195,6 +206,8 @@ class Engine:
                 continue
             parts, shared = self.shelf.build(job.main, job.draft, job.digests, parent, self.min_saved)
             if not shared:
+                if prefix is not None:
+                    cause = "damaged_prefix" if parent is None else self.shelf.why_whole(job.main, parent)
                 parent = None
             keeping = None if owned else self.shelf.keep(parts, None if parent is None else parent.id, owned=False)
             try:
@@ -220,7 +233,9 @@ class Engine:
         if job.entry_class == "normal":
             with self._clock_lock:
                 self._families.add(job.family)
-        if parent is not None:
+        if parent is None:
+            self.tally.count(f"whole_{cause}")
+        else:
             self.tally.count("shared_puts")
             log.info(
                 "shared %s: %d tokens, %d of them from learned prefix %s, %.1f MiB instead of %.1f MiB, %.3f s",
@@ -228,6 +243,12 @@ class Engine:
                 entry.size / policy.MIB, time.perf_counter() - started,
             )  # fmt: skip
         return entry
+
+    def _cause(self, c: Connection, fingerprint: int | None, job: Job) -> str:
+        """Why a put is stored whole, as far as the arguments say; "no_prefix" where a prefix may be looked for."""
+        if job.entry_class == "learned" or not job.share:
+            return "learned" if job.entry_class == "learned" else "not_asked"
+        return "no_prefix" if fingerprint is None or self._shares(c, fingerprint, job) else "learned"
 
     def _shares(self, c: Connection, fingerprint: int, job: Job) -> bool:
         """Whether a put may be stored against a prefix: what is learned, or replaces what is, stays whole."""
@@ -371,8 +392,10 @@ class Engine:
         if parent is not None and tuple(row.id for row in queries.blobs(c, parent.id)) != parent.version:
             raise _Lost
         fingerprint = queries.add_fingerprint(c, self.fingerprint)
-        if self._shares(c, fingerprint, job) and learned_prefix(c, fingerprint, job.key, self.now()) != prefix:
-            raise _Lost
+        if self._shares(c, fingerprint, job):
+            now = self.now()
+            if prefixes.learned_prefix(c, self.filters, fingerprint, job.key, now, committed=False) != prefix:
+                raise _Lost
         entry = job.entry(self.now(), sum(p.data.size for p in parts), None if parent is None else parent.id)
         for id in queries.same_tokens(c, fingerprint, job.key):
             old = queries.entry(c, id, None)
@@ -383,12 +406,7 @@ class Engine:
                 entry = dataclasses.replace(entry, entry_class=entry_class, source=source)
                 self._keep_children(c, queries.children(c, id), dropped, sum(p.data.size for p in parts))
             self.drop(c, id, "replaced", dropped)
-        for id, n in list(prefixes.prefixes_of(c, fingerprint, job.key[:-4], self.now())):
-            old = queries.entry(c, id, fingerprint)
-            if old is None or old.entry_class != "normal" or not job.cuts.serves(n) or queries.has_children(c, id):
-                continue
-            if old.n_images == job.n_images == 0 and (job.draft is not None or len(queries.blobs(c, id)) == 1):
-                self.drop(c, id, "contained", dropped)
+        self._drop_contained(c, fingerprint, job, dropped)
         queries.insert_entry(c, entry, fingerprint, job.key, job.cuts.any, job.head)
         if not job.cuts.any:
             queries.insert_cuts(c, entry.id, fingerprint, job.key, job.cuts.counts)
@@ -400,6 +418,17 @@ class Engine:
         queries.count_family(c, entry.family, 1, 0)
         queries.set_family_flags(c, entry.id, True, False)
         return entry, tuple(row.id for row in queries.blobs(c, entry.id))
+
+    def _drop_contained(self, c: Connection, fingerprint: int, job: Job, dropped: list[tuple[Entry, str]]) -> None:
+        """Drops the normal entries that the entry being put serves: their tokens begin its own."""
+        if job.n_images or not (job.cuts.any or job.cuts.counts):
+            return
+        found = prefixes.whole_prefixes(
+            c, self.filters, fingerprint, job.key[:-4], self.now(), "removable", committed=False
+        )
+        for id, n in found:
+            if job.cuts.serves(n) and (job.draft is not None or len(queries.blobs(c, id)) == 1):
+                self.drop(c, id, "contained", dropped)
 
     # -- get
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from . import queries_prefixes
 from .db import Connection, zeroblob
 from .records import Bytes, Entry, EntryClass, Source, Tokens
 
@@ -59,12 +60,12 @@ def add_fingerprint(c: Connection, text: str) -> int:
 
 # -- entries and meta
 
-_ENTRY = """e.id, e.n_tokens, m.n_images, m.class, m.source, m.created_at, m.last_used, m.expires_at, m.ttl, m.hits,
+ENTRY = """e.id, e.n_tokens, m.n_images, m.class, m.source, m.created_at, m.last_used, m.expires_at, m.ttl, m.hits,
  m.family, m.n_input, CAST(m.excerpt AS BLOB), m.parent, m.size, m.stored"""
 _FROM = "FROM entries e JOIN meta m ON m.entry = e.id"
 
 
-def _entry(row: Sequence[Any]) -> Entry:
+def entry_of(row: Sequence[Any]) -> Entry:
     return Entry(
         id=unsigned(row[0]),
         n_tokens=row[1],
@@ -87,27 +88,16 @@ def _entry(row: Sequence[Any]) -> Entry:
 
 def entry(c: Connection, id: int, fingerprint: int | None) -> Entry | None:
     """The entry of this id; with a fingerprint, only if it is the entry's."""
-    sql = f"SELECT {_ENTRY} {_FROM} WHERE e.id = ? AND (?2 IS NULL OR e.fingerprint = ?2)"
+    sql = f"SELECT {ENTRY} {_FROM} WHERE e.id = ? AND (?2 IS NULL OR e.fingerprint = ?2)"
     row = c.execute(sql, (signed(id), fingerprint)).fetchone()
-    return None if row is None else _entry(row)
+    return None if row is None else entry_of(row)
 
 
 def meta_alone(c: Connection, id: int) -> Entry | None:
     """An entry by its row in meta, which may be all that is left of it; its n_tokens is 0."""
-    columns = _ENTRY.replace("e.id", "m.entry").replace("e.n_tokens", "0")
+    columns = ENTRY.replace("e.id", "m.entry").replace("e.n_tokens", "0")
     row = c.execute(f"SELECT {columns} FROM meta m WHERE m.entry = ?", (signed(id),)).fetchone()
-    return None if row is None else _entry(row)
-
-
-def entries_page(
-    c: Connection, after: int, limit: int, fingerprint: int | None, family: int | None, entry_class: str | None, now: int
-) -> list[Entry]:
-    """Up to `limit` entries with a signed id above `after`, in that order, expired ones left out."""
-    sql = f"""SELECT {_ENTRY} {_FROM} WHERE e.id > ?1 AND (?2 IS NULL OR e.fingerprint = ?2)
- AND (?3 IS NULL OR m.family = ?3) AND (?4 IS NULL OR m.class = ?4) AND (m.expires_at IS NULL OR m.expires_at > ?5)
- ORDER BY e.id LIMIT ?6"""
-    values = (after, fingerprint, None if family is None else signed(family), entry_class, now, limit)
-    return [_entry(row) for row in c.execute(sql, values)]
+    return None if row is None else entry_of(row)
 
 
 def fingerprint_of(c: Connection, id: int) -> str | None:
@@ -147,6 +137,8 @@ def insert_entry(
             None if e.parent is None else signed(e.parent), e.excerpt, next_use(c),
         ),
     )  # fmt: skip
+    if not cut_any:
+        queries_prefixes.set_hashes(c, signed(e.id), token_bytes)
 
 
 def next_use(c: Connection) -> int:
@@ -198,6 +190,8 @@ def insert_cuts(c: Connection, id: int, fingerprint: int, token_bytes: bytes, co
         "INSERT INTO cuts(entry, fingerprint, n_tokens, tokens) VALUES(?,?,?,?)",
         [(signed(id), fingerprint, n, token_bytes[: 4 * n]) for n in counts],
     )
+    if counts:
+        queries_prefixes.set_hashes(c, signed(id), token_bytes)
 
 
 def cut_counts(c: Connection, id: int) -> list[int]:
@@ -247,12 +241,21 @@ def at_or_before(c: Connection, fingerprint: int, cut: bool, key: bytes) -> Iter
         yield unsigned(row[0]), row[1], row[2]
 
 
-def after(c: Connection, fingerprint: int, cut: bool, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
-    """(id, tokens, expires_at) of the entries that sort after `key`, nearest first."""
-    sql = """SELECT e.id, e.tokens, m.expires_at FROM entries e JOIN meta m ON m.entry = e.id
- WHERE e.fingerprint = ? AND e.cut_any = ? AND e.tokens > ? ORDER BY e.tokens"""
-    for row in c.execute(sql, (fingerprint, int(cut), key)):
-        yield unsigned(row[0]), row[1], row[2]
+def live_at_or_before(c: Connection, fingerprint: int, key: bytes, now: int) -> tuple[int, bytes] | None:
+    """(id, tokens) of the live entry that can be cut anywhere and sorts nearest to `key`, at or before it."""
+    return _nearest(c, "e.tokens <= ?3 AND (m.expires_at IS NULL OR m.expires_at > ?2) ORDER BY e.tokens DESC", fingerprint, key, now)
+
+
+def live_after(c: Connection, fingerprint: int, key: bytes, now: int) -> tuple[int, bytes] | None:
+    """(id, tokens) of the live entry that can be cut anywhere and sorts nearest to `key`, after it."""
+    return _nearest(c, "e.tokens > ?3 AND (m.expires_at IS NULL OR m.expires_at > ?2) ORDER BY e.tokens", fingerprint, key, now)
+
+
+def _nearest(c: Connection, condition: str, fingerprint: int, key: bytes, now: int) -> tuple[int, bytes] | None:
+    sql = f"""SELECT e.id, e.tokens FROM entries e CROSS JOIN meta m ON m.entry = e.id
+ WHERE e.fingerprint = ?1 AND e.cut_any = 1 AND {condition} LIMIT 1"""
+    row = c.execute(sql, (fingerprint, now, key)).fetchone()
+    return None if row is None else (unsigned(row[0]), row[1])
 
 
 def cut_at_or_before(c: Connection, fingerprint: int, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
@@ -261,6 +264,22 @@ def cut_at_or_before(c: Connection, fingerprint: int, key: bytes) -> Iterator[tu
  WHERE k.fingerprint = ? AND k.tokens <= ? ORDER BY k.tokens DESC"""
     for row in c.execute(sql, (fingerprint, key)):
         yield unsigned(row[0]), row[1], row[2]
+
+
+def whole_by_end(c: Connection, fingerprint: int, key: bytes) -> list[int]:
+    """The signed ids of the entries that can be cut anywhere and whose tokens are a prefix of `key`, longest first.
+
+    One seek for each token of the key (1 us), in an index of token counts and last tokens.
+    """
+    sql = """WITH RECURSIVE counts(n) AS (SELECT ?3 UNION ALL SELECT n - 1 FROM counts WHERE n > 1)
+ SELECT e.id FROM counts CROSS JOIN entries e WHERE e.fingerprint = ?1 AND e.cut_any = 1 AND e.n_tokens = counts.n
+ AND substr(e.tokens, -64) = substr(?2, max(1, 4 * counts.n - 63), min(64, 4 * counts.n))
+ AND e.tokens = substr(?2, 1, 4 * counts.n)"""
+    return [r[0] for r in c.execute(sql, (fingerprint, key, len(key) // 4))]
+
+
+def has_class(c: Connection, entry_class: str) -> bool:
+    return c.execute("SELECT 1 FROM meta WHERE class = ? LIMIT 1", (entry_class,)).fetchone() is not None
 
 
 def same_tokens(c: Connection, fingerprint: int, key: bytes) -> list[int]:
@@ -347,6 +366,8 @@ def chunk_total(c: Connection, blob: int) -> tuple[int, int]:
 
 
 def delete_blob(c: Connection, blob: int) -> None:
+    # Taken from its entry first: an entry that loses its main state by DELETE is one that someone damaged by hand.
+    c.execute("UPDATE blobs SET entry = NULL, writer = '' WHERE id = ? AND entry IS NOT NULL", (blob,))
     c.execute("DELETE FROM blobs WHERE id = ?", (blob,))
 
 
@@ -364,11 +385,11 @@ def staged(c: Connection) -> list[tuple[int, str]]:
 # -- policy's questions
 
 
-def expired(c: Connection, now: int, limit: int) -> list[int]:
-    """Expired entries, the longest first; a prefix that live entries are stored against is not among them."""
-    sql = """SELECT entry FROM meta m WHERE expires_at <= ?1 AND NOT EXISTS (
+def expired(c: Connection, now: int, limit: int) -> list[tuple[int, int]]:
+    """(id, bytes) of expired entries, the longest first; a prefix that live entries are stored against is not among them."""
+    sql = """SELECT entry, stored FROM meta m WHERE expires_at <= ?1 AND NOT EXISTS (
  SELECT 1 FROM meta k WHERE k.parent = m.entry AND (k.expires_at IS NULL OR k.expires_at > ?1)) ORDER BY expires_at LIMIT ?2"""
-    return [unsigned(r[0]) for r in c.execute(sql, (now, limit))]
+    return [(unsigned(r[0]), r[1]) for r in c.execute(sql, (now, limit))]
 
 
 def has_live_children(c: Connection, id: int, now: int) -> bool:
@@ -388,44 +409,6 @@ def least_recently_used(c: Connection, spare: int | None) -> int | None:
     return None
 
 
-_ORPHANS = (
-    ("chunks", "blob NOT IN (SELECT id FROM blobs)"),
-    ("blobs", "entry IS NOT NULL AND entry NOT IN (SELECT id FROM entries)"),
-    ("cuts", "entry NOT IN (SELECT id FROM entries)"),
-    ("meta", "entry NOT IN (SELECT id FROM entries)"),
-    ("entries", "id NOT IN (SELECT entry FROM meta)"),
-    ("entries", "id IN (SELECT entry FROM meta WHERE parent NOT IN (SELECT id FROM entries))"),
-    ("entries", "fingerprint NOT IN (SELECT id FROM fingerprints)"),
-    ("entries", "id NOT IN (SELECT entry FROM blobs WHERE part = 'main' AND entry IS NOT NULL)"),
-    # A state without chunks, or with a gap. By the index alone: what is missing at the end is found by the next get.
-    (
-        "entries",
-        """id IN (SELECT b.entry FROM blobs b LEFT JOIN chunks c ON c.blob = b.id WHERE b.entry IS NOT NULL
- GROUP BY b.id HAVING count(c.blob) <> 1 + coalesce(max(c.seq), -2))""",
-    ),
-)
-
-
-def orphans(c: Connection) -> dict[str, int]:
-    """Rows, by table, that refer to something that is not there, as a shell without foreign keys may leave them."""
-    found: dict[str, int] = {}
-    for table, condition in _ORPHANS:
-        n = c.execute(f"SELECT count(*) FROM {table} WHERE {condition}").get
-        if n:
-            found[table] = found.get(table, 0) + n
-    return found
-
-
-def delete_orphans(c: Connection) -> int:
-    """Deletes them, until there are none; gives the number of rows."""
-    deleted = 0
-    while orphans(c):
-        for table, condition in _ORPHANS:
-            c.execute(f"DELETE FROM {table} WHERE {condition}")
-            deleted += c.changes()
-    return deleted
-
-
 def integrity(c: Connection) -> list[str]:
     """What SQLite's integrity and foreign key checks complain of."""
     found = [str(r[0]) for r in c.execute("PRAGMA integrity_check") if r[0] != "ok"]
@@ -439,12 +422,6 @@ def all_ids(c: Connection) -> list[int]:
 
 def totals(c: Connection) -> dict[str, Totals]:
     return {r[0]: Totals(r[1], r[2], r[3]) for r in c.execute("SELECT class, entries, size, stored FROM totals")}
-
-
-def family_totals(c: Connection) -> list[tuple[int, int, int, int]]:
-    """(family, entries now, saved, reused)."""
-    sql = """SELECT f.id, (SELECT count(*) FROM meta m WHERE m.family = f.id), f.saved, f.reused FROM families f"""
-    return [(unsigned(r[0]), r[1], r[2], r[3]) for r in c.execute(sql)]
 
 
 def count_family(c: Connection, family: int, saved: int, reused: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from . import check, db, layout, learning, meta, policy, prefixes, queries, upkeep
+from . import check, db, layout, learning, meta, policy, prefixes, queries, queries_lists, queries_upkeep, upkeep
 from .arguments import as_array, as_tokens, choice, entry_id, is_text, whole
 from .behind import Pending, WriteBehind
 from .engine import Engine
@@ -25,9 +25,9 @@ from .policy import cuts_of
 from .records import (
     CLASSES,
     SOURCES,
+    WHOLE,
     Entry,
     EntryClass,
-    FamilyStats,
     Match,
     SavedState,
     Source,
@@ -36,6 +36,7 @@ from .records import (
 )
 
 ENTRIES_PER_PAGE = 256
+FAMILIES_SHOWN = 100
 MAX_TIMEOUT = 2_000_000  # seconds; SQLite counts milliseconds in an int
 
 
@@ -61,7 +62,7 @@ class Store:
         opened without one matches entries that were put without one, and finds entries of any fingerprint by their id.
     cache_ram_mib: bounds the bytes that the RAM layer holds (0: off, -1: no limit).
     cache_disk_mib: bounds the file with its write-ahead log (-1: no limit).
-    min_saved_mib: a state is stored as a delta where that saves at least so much.
+    min_saved_mib: a state is stored as a delta where that saves at least so much; None: an eighth of the state's size.
     write_behind: `put` returns when the entry is in RAM; `flush` waits until all is on disk.
     verify: check the digest of every state that is given back.
     readonly: never writes; the file must exist and be of this version.
@@ -79,7 +80,7 @@ class Store:
         fingerprint: str = "",
         cache_ram_mib: float = 8192,
         cache_disk_mib: float = -1,
-        min_saved_mib: float = 16.0,
+        min_saved_mib: float | None = None,
         write_behind: bool = False,
         verify: bool = True,
         readonly: bool = False,
@@ -94,11 +95,11 @@ class Store:
             raise InvalidInputError(f"fingerprint is {type(fingerprint).__name__}, not str")
         if not is_text(fingerprint):
             raise InvalidInputError(f"fingerprint {fingerprint!r} is no text", hint="it holds lone surrogates")
-        sizes = {"cache_ram_mib": cache_ram_mib, "cache_disk_mib": cache_disk_mib, "min_saved_mib": min_saved_mib}
-        for name, value in sizes.items():
+        sizes = {"cache_ram_mib": cache_ram_mib, "cache_disk_mib": cache_disk_mib}
+        for name, value in (sizes if min_saved_mib is None else sizes | {"min_saved_mib": min_saved_mib}).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise InvalidInputError(f"{name} is {value!r}, not a number of MiB")
-        if min_saved_mib < 0:
+        if min_saved_mib is not None and min_saved_mib < 0:
             raise InvalidInputError(f"min_saved_mib is {min_saved_mib}", hint="give 0 or more")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout <= MAX_TIMEOUT:
             raise InvalidInputError(f"timeout is {timeout!r}", hint=f"give seconds, from 0 to {MAX_TIMEOUT}")
@@ -119,7 +120,7 @@ class Store:
                 fingerprint=fingerprint,
                 ram=RamCache(policy.budget_bytes(cache_ram_mib)),
                 disk_budget=policy.budget_bytes(cache_disk_mib),
-                min_saved=int(min_saved_mib * policy.MIB),
+                min_saved=None if min_saved_mib is None else int(min_saved_mib * policy.MIB),
                 verify=verify,
             )
             try:
@@ -304,7 +305,7 @@ class Store:
         best: Match | None = None
         with engine.db.read() as c:
             fingerprint = engine.fingerprint_id(c)
-            found = None if fingerprint is None else prefixes.longest(c, fingerprint, key, engine.now())
+            found = None if fingerprint is None else prefixes.longest(c, engine.filters, fingerprint, key, engine.now())
             if found is not None:
                 entry = queries.entry(c, found[0], fingerprint)
                 if entry is not None:
@@ -344,12 +345,11 @@ class Store:
 
     def _entries(self, family: int | None, entry_class: str | None) -> Iterator[Entry]:
         engine = self._engine
-        after = -(1 << 63)
+        after = queries_lists.FIRST
         while True:
             with engine.db.read() as c:
-                page = queries.entries_page(
-                    c, after, ENTRIES_PER_PAGE, engine.scope(c), family, entry_class, engine.now()
-                )
+                wanted = queries_lists.Filter(fingerprint=engine.scope(c), family=family, entry_class=entry_class)
+                page = queries_lists.page(c, wanted, after, ENTRIES_PER_PAGE, engine.now())
             for entry in page:
                 yield engine.with_uses(entry)
             if len(page) < ENTRIES_PER_PAGE:
@@ -420,7 +420,8 @@ class Store:
         with engine.db.exclusive(), engine.db.read() as c:
             totals = queries.totals(c)
             counts = queries.counters(c)
-            families = queries.family_totals(c)
+            families = queries_upkeep.top_families(c, FAMILIES_SHOWN)
+            n_families = queries_upkeep.family_count(c)
             page_size, _, free = queries.pages(c)
             for name, by in engine.tally.counts().items():
                 counts[name] = counts.get(name, 0) + by
@@ -429,6 +430,8 @@ class Store:
             entries={name: totals[name].entries for name in CLASSES},
             size=sum(t.size for t in totals.values()),
             stored=sum(t.stored for t in totals.values()),
+            size_by_class={name: totals[name].size for name in CLASSES},
+            stored_by_class={name: totals[name].stored for name in CLASSES},
             file_bytes=engine.db.file_bytes(),
             free_bytes=free * page_size,
             ram_bytes=engine.ram.n_bytes,
@@ -439,11 +442,13 @@ class Store:
             tokens_served=counts.get("tokens_served", 0),
             puts=counts.get("puts", 0),
             shared_puts=counts.get("shared_puts", 0),
+            whole_puts={name: counts[f"whole_{name}"] for name in WHOLE if counts.get(f"whole_{name}")},
             evictions={k[len(prefix) :]: v for k, v in sorted(counts.items()) if k.startswith(prefix)}
             | ({"ram_budget": engine.ram.evictions} if engine.ram.evictions else {}),
             encode_seconds=counts.get("encode_us", 0) / 1e6,
             decode_seconds=counts.get("decode_us", 0) / 1e6,
-            families=tuple(FamilyStats(*f) for f in families),
+            n_families=n_families,
+            families=tuple(families),
         )
 
     def verify(self) -> list[check.Problem]:
@@ -451,14 +456,26 @@ class Store:
         self._settle()
         return check.verify(self._engine.db)
 
-    def gc(self) -> list[int]:
-        """Removes what expired, and gives all free space back to the file system; the ids that went."""
+    def gc(self, *, max_size: int | None = None) -> list[int]:
+        """Removes what expired, and gives all free space back to the file system; the ids that went.
+
+        max_size: also evicts, the least recently used first, learned and pinned entries last, until the file and its log
+        have at most this many bytes. Raises InvalidInputError where an empty store has more, BusyError where another
+        process keeps the log from being emptied.
+        """
         self._settle()
+        space = self._engine.space
+        if max_size is not None:
+            max_size = whole(max_size, "max_size", 1)
+            space.check_size(max_size)
         removed: list[int] = []
         while gone := upkeep.expire(self._engine, 1024, wait=True):
             removed += gone
         upkeep.sweep(self._engine)
-        self._engine.space.give_back_all()
+        upkeep.prune_families(self._engine)
+        if max_size is not None:
+            removed += [entry.id for entry in space.prune(max_size)]
+        space.give_back_all()
         return removed
 
     def flush(self) -> None:

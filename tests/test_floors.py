@@ -17,9 +17,9 @@ FLOORS: list[set[str]] = [
     {"arguments", "bkvd", "db", "hashing", "layout", "layout_cells", "layout_convert", "layout_crop", "layout_parse",
      "layout_types", "lru", "meta", "policy", "slotfile", "wal"},
     # the file's tables
-    {"audit", "queries", "upgrade", "migrations"},
+    {"audit", "queries", "queries_lists", "queries_prefixes", "queries_upkeep", "upgrade", "migrations"},
     # what is made of rows
-    {"blobs", "job", "prefixes", "tally"},
+    {"blobs", "job", "prefix_filter", "prefixes", "tally"},
     # a store at work
     {"behind", "check", "copies", "engine", "learning", "operate", "repair", "shelf", "space", "store", "upkeep"},
     # the face
