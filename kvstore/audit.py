@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from . import queries, queries_prefixes
 from .db import Connection
-from .hashing import prefix_hashes
+from .hashing import prefix_hash
 from .queries import signed, unsigned
 
 Finding: TypeAlias = "tuple[int | None, str]"  # the entry, what is wrong with it
@@ -135,7 +135,7 @@ def prefixes(c: Connection) -> Iterator[Finding]:
     sql = """SELECT p.entry, p.n_tokens, p.hash, substr(e.tokens, 1, 4 * p.n_tokens) FROM prefixes p
  JOIN entries e ON e.id = p.entry WHERE p.hash IS NOT NULL AND length(e.tokens) >= 4 * p.n_tokens"""
     for id, n, hash, key in c.execute(sql):
-        if int(prefix_hashes(key)[-1]) != hash:
+        if prefix_hash(key) != hash:
             yield unsigned(id), f"the hash of its first {n} tokens is wrong"
 
 

@@ -35,11 +35,21 @@ def family(tokens: Tokens, n_system: int, user_start: int) -> int:
 _POWERS = np.ones(1, np.uint64)
 
 
+def prefix_hash(key: bytes) -> int:
+    """The hash of a whole key, the last of `prefix_hashes`."""
+    terms = _terms(key)
+    return int(_mixed(terms.sum(dtype=np.uint64, keepdims=True))[0])
+
+
 def prefix_hashes(key: bytes) -> npt.NDArray[np.int64]:
     """The 64-bit hash of every prefix of a key: element n - 1 is that of the first n tokens. 50 us for 4,000 tokens.
 
     The sum of mixed tokens times powers of an odd number, modulo 2^64, mixed again. Held in files, so it never changes.
     """
+    return _mixed(np.cumsum(_terms(key), dtype=np.uint64))
+
+
+def _terms(key: bytes) -> npt.NDArray[np.uint64]:
     global _POWERS
     tokens = np.frombuffer(key, "<u4").astype(np.uint64)
     if len(_POWERS) < len(tokens):
@@ -50,7 +60,10 @@ def prefix_hashes(key: bytes) -> npt.NDArray[np.int64]:
     tokens *= np.uint64(0xBF58476D1CE4E5B9)
     tokens ^= tokens >> np.uint64(32)
     tokens *= _POWERS[: len(tokens)]
-    sums = np.cumsum(tokens, dtype=np.uint64)
+    return tokens
+
+
+def _mixed(sums: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     sums ^= sums >> np.uint64(29)
     sums *= np.uint64(0x94D049BB133111EB)
     sums ^= sums >> np.uint64(32)

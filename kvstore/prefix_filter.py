@@ -45,7 +45,8 @@ class _Level:
         np.bitwise_or.at(self._bitmap, at >> np.uint64(3), np.uint8(1) << (at & np.uint64(7)).astype(np.uint8))
 
     def _places(self, hashes: Ints) -> npt.NDArray[np.uint64]:
-        return hashes.view(np.uint64) >> np.uint64(64 - self._bits)
+        places: npt.NDArray[np.uint64] = hashes.view(np.uint64) >> np.uint64(64 - self._bits)
+        return places
 
     def probe(self, hashes: Ints, now: int) -> tuple[Ints, Ints]:
         """(index in `hashes`, group) of those that a live row has, in the order of `hashes`."""
@@ -66,7 +67,8 @@ class _Level:
 
 def _array(rows: Sequence[PrefixRow]) -> Ints:
     flat = [value for r in rows for value in (*r[:5], NEVER if r[5] is None else r[5])]
-    return np.array(flat, np.int64).reshape(-1, 6).T.copy()
+    array: Ints = np.array(flat, np.int64).reshape(-1, 6).T.copy()
+    return array
 
 
 class PrefixFilter:

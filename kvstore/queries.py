@@ -243,17 +243,20 @@ def at_or_before(c: Connection, fingerprint: int, cut: bool, key: bytes) -> Iter
 
 def live_at_or_before(c: Connection, fingerprint: int, key: bytes, now: int) -> tuple[int, bytes] | None:
     """(id, tokens) of the live entry that can be cut anywhere and sorts nearest to `key`, at or before it."""
-    return _nearest(c, "e.tokens <= ?3 AND (m.expires_at IS NULL OR m.expires_at > ?2) ORDER BY e.tokens DESC", fingerprint, key, now)
+    return _nearest(c, "e.tokens <= ?3", "e.tokens DESC", fingerprint, key, now)
 
 
 def live_after(c: Connection, fingerprint: int, key: bytes, now: int) -> tuple[int, bytes] | None:
     """(id, tokens) of the live entry that can be cut anywhere and sorts nearest to `key`, after it."""
-    return _nearest(c, "e.tokens > ?3 AND (m.expires_at IS NULL OR m.expires_at > ?2) ORDER BY e.tokens", fingerprint, key, now)
+    return _nearest(c, "e.tokens > ?3", "e.tokens", fingerprint, key, now)
 
 
-def _nearest(c: Connection, condition: str, fingerprint: int, key: bytes, now: int) -> tuple[int, bytes] | None:
+def _nearest(
+    c: Connection, side: str, order: str, fingerprint: int, key: bytes, now: int
+) -> tuple[int, bytes] | None:
     sql = f"""SELECT e.id, e.tokens FROM entries e CROSS JOIN meta m ON m.entry = e.id
- WHERE e.fingerprint = ?1 AND e.cut_any = 1 AND {condition} LIMIT 1"""
+ WHERE e.fingerprint = ?1 AND e.cut_any = 1 AND {side} AND (m.expires_at IS NULL OR m.expires_at > ?2)
+ ORDER BY {order} LIMIT 1"""
     row = c.execute(sql, (fingerprint, now, key)).fetchone()
     return None if row is None else (unsigned(row[0]), row[1])
 

@@ -38,8 +38,11 @@ class Filter:
     ids: tuple[int, int] = (FIRST, LAST)  # signed, inclusive
 
     def where(self, now: int) -> tuple[str, list[Any]]:
-        terms = ["m.entry BETWEEN ? AND ?", "(m.expires_at IS NULL OR m.expires_at > ?)"]
-        values: list[Any] = [*self.ids, now]
+        terms = ["(m.expires_at IS NULL OR m.expires_at > ?)"]
+        values: list[Any] = [now]
+        if self.ids != (FIRST, LAST):
+            terms.append("m.entry BETWEEN ? AND ?")
+            values += self.ids
         for value, term in (
             (self.fingerprint, "e.fingerprint = ?"),
             (None if self.family is None else signed(self.family), "m.family = ?"),
@@ -77,3 +80,9 @@ def first(c: Connection, wanted: Filter, order: str, limit: int, now: int) -> li
         sql = f"""SELECT {ENTRY} FROM (SELECT m.entry AS id FROM meta m WHERE {where} {tail}) s
  JOIN meta m ON m.entry = s.id JOIN entries e ON e.id = s.id ORDER BY {ORDERS[order]} DESC, m.entry DESC"""
     return [entry_of(row) for row in c.execute(sql, (*values, limit))]
+
+
+def parents_page(c: Connection, after: int, limit: int) -> list[int]:
+    """Up to `limit` signed ids above `after` that entries are stored against, in order."""
+    sql = "SELECT DISTINCT parent FROM meta WHERE parent > ? ORDER BY parent LIMIT ?"
+    return [row[0] for row in c.execute(sql, (after, limit))]

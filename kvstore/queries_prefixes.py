@@ -6,10 +6,10 @@ Ids of entries are signed here, as they are in the file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from .db import Connection
-from .hashing import prefix_hashes
+from .hashing import prefix_hash, prefix_hashes
 
 PrefixRow: TypeAlias = "tuple[int, int, int, int, int, int | None]"  # row, entry, n_tokens, cut, hash, expires_at
 UNLISTED = "unlisted"  # in counters: the entry up to which the rows of older entries were made; no row where all were
@@ -29,7 +29,9 @@ def set_hashes(c: Connection, entry: int, token_bytes: bytes) -> None:
     """Computes the hashes of an entry that are still missing."""
     if not has_table(c):
         return  # the disk was too full to make it
-    rows = c.execute("SELECT id, n_tokens FROM prefixes WHERE entry = ? AND hash IS NULL", (entry,)).fetchall()
+    rows: list[tuple[int, int]] = list(
+        c.execute("SELECT id, n_tokens FROM prefixes WHERE entry = ? AND hash IS NULL", (entry,))
+    )
     if rows:
         hashes = prefix_hashes(token_bytes)
         c.executemany(
@@ -42,7 +44,7 @@ def set_missing_hashes(c: Connection, limit: int) -> int:
     """Computes the hashes of up to `limit` entries that others wrote; how many entries there were."""
     sql = """SELECT id, tokens FROM entries WHERE id IN (
  SELECT DISTINCT entry FROM prefixes WHERE hash IS NULL LIMIT ?) AND length(tokens) = 4 * n_tokens"""
-    found = c.execute(sql, (limit,)).fetchall()
+    found: list[Any] = c.execute(sql, (limit,)).fetchall()
     for id, tokens in found:
         set_hashes(c, id, tokens)
     return len(found)
@@ -54,7 +56,8 @@ def missing_hashes(c: Connection) -> bool:
 
 def begin_list(c: Connection) -> None:
     """Notes that the entries in the file have no rows yet."""
-    c.execute("INSERT OR REPLACE INTO counters(name, value) SELECT ?, ? WHERE EXISTS (SELECT 1 FROM entries)", (UNLISTED, _FIRST))
+    sql = "INSERT OR REPLACE INTO counters(name, value) SELECT ?, ? WHERE EXISTS (SELECT 1 FROM entries)"
+    c.execute(sql, (UNLISTED, _FIRST))
 
 
 def continue_list(c: Connection, limit: int) -> bool:
@@ -90,16 +93,14 @@ def newest(c: Connection, fingerprint: int) -> int:
 
 def rows_after(c: Connection, fingerprint: int, row: int) -> list[PrefixRow]:
     """What was added after a row, with its hash wherever that is not computed yet."""
-    sql = """SELECT p.id, p.entry, p.n_tokens, p.cut, p.hash, m.expires_at FROM prefixes p JOIN meta m ON m.entry = p.entry
+    sql = """SELECT p.id, p.entry, p.n_tokens, p.cut, p.hash, m.expires_at, substr(e.tokens, 1, 4 * p.n_tokens)
+ FROM prefixes p JOIN meta m ON m.entry = p.entry LEFT JOIN entries e ON p.hash IS NULL AND e.id = p.entry
  WHERE p.fingerprint = ? AND p.id > ? ORDER BY p.id"""
     rows: list[PrefixRow] = []
-    for id, entry, n, cut, hash, expires_at in c.execute(sql, (fingerprint, row)):
-        if hash is None:
-            found = c.execute("SELECT tokens FROM entries WHERE id = ?", (entry,)).fetchone()
-            if found is None or len(found[0]) < 4 * n:
-                continue
-            hash = int(prefix_hashes(found[0][: 4 * n])[-1])
-        rows.append((id, entry, n, cut, hash, expires_at))
+    for id, entry, n, cut, hash, expires_at, key in c.execute(sql, (fingerprint, row)):
+        if hash is None and (key is None or len(key) != 4 * n):
+            continue  # damaged
+        rows.append((id, entry, n, cut, prefix_hash(key) if hash is None else hash, expires_at))
     return rows
 
 
@@ -122,8 +123,13 @@ _CHOSEN = {
 }
 
 
-def chosen(c: Connection, ids: Sequence[int], fingerprint: int, key: bytes, now: int, what: str, limit: int) -> list[tuple[int, int]]:
-    """(entry, n_tokens) of those of `ids`, in that order, that are live, wholly a prefix of `key`, and "learned" or "removable"."""
+def chosen(
+    c: Connection, ids: Sequence[int], fingerprint: int, key: bytes, now: int, what: str, limit: int
+) -> list[tuple[int, int]]:
+    """(entry, n_tokens) of those of `ids`, in that order, that are live and a prefix of `key`.
+
+    what: "learned" (and whole) or "removable" ones.
+    """
     sql = f"""SELECT e.id, e.n_tokens FROM json_each(?1) j CROSS JOIN meta m ON m.entry = j.value
  CROSS JOIN entries e ON e.id = m.entry
  WHERE {_CHOSEN[what]} AND e.fingerprint = ?2 AND (m.expires_at IS NULL OR m.expires_at > ?3)

@@ -193,9 +193,10 @@ class Space:
             gone += [entry for entry, _ in dropped]
             emptied = self.database.checkpoint(truncate=True)
             if not changed and (emptied or time.monotonic() > give_up) and self.database.file_bytes() > max_bytes:
+                path, left = self.database.path, self.database.file_bytes()
                 raise BusyError(
-                    f"{self.database.path}: {self.database.file_bytes()} bytes are left: another process reads its log, or puts",
-                    path=self.database.path,
+                    f"{path} still has {left} bytes: another process reads its log, or puts",
+                    path=path,
                     hint="try again when it has finished",
                 )
         return gone

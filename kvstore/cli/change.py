@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import click
 
-from .. import Entry, NotFoundError, operate
+from .. import Entry, NotFoundError, Store, operate
 from . import base, screen
 from .look import family_of
 
@@ -43,26 +46,24 @@ def rm(
     if bool(ids) == bool(chosen):
         base.usage("give ids, or options that choose entries, not both" if ids else "give ids, or options that choose entries")
     with base.open_store(store, key_file, readonly=dry_run) as opened:
-        entries = list(opened.entries())
-        if ids:
-            gone = base.find(opened, ids)
-        else:
-            number = family_of(family)
-            gone = [e for e in entries if _chosen(e, number, unused, older or None, entry_class)]
-        going = {e.id for e in gone}
-        orphans = [e for e in entries if e.parent in going and e.id not in going]
+        gone = _Going(opened, base.find(opened, ids) if ids else None, family_of(family), unused, older or None, entry_class)
+        orphans = gone.orphans()
         if orphans and children is None:
-            names = ", ".join(sorted(e.hex_id for e in orphans)[:5])
+            names = ", ".join(sorted(orphans)[:5])
             base.usage(
                 f"{screen.plural(len(orphans), 'entry is', 'entries are')} stored against these ({names}"
                 f"{', ...' if len(orphans) > 5 else ''}): give --children keep or --children drop"
             )
-        removed = [e.hex_id for e in gone] + ([e.hex_id for e in orphans] if children == "drop" else [])
-        if not dry_run:
-            removed = []
-            # Children before parents: none is rebuilt that goes as well.
-            for entry in sorted(gone, key=lambda e: e.parent is None):
+        removed: list[str] = []
+        # Children before parents: none is rebuilt that goes as well.
+        for entry in chain(gone.entries(shared=True), gone.entries(shared=False)):
+            if dry_run:
+                removed.append(entry.hex_id)
+            else:
                 removed += [f"{id:016x}" for id in opened.delete(entry.id, children=children or "drop")]
+        if dry_run:
+            removed += orphans if children == "drop" else []
+        else:
             if secure:
                 operate.wipe(opened)
     if as_json:
@@ -73,13 +74,50 @@ def rm(
         screen.note(f"{screen.plural(len(removed), 'entry', 'entries')} {'would be ' if dry_run else ''}removed")
 
 
-def _chosen(e: Entry, family: int | None, unused: bool, older: int | None, entry_class: str | None) -> bool:
-    return (
-        (family is None or e.family == family)
-        and not (unused and e.hits)
-        and (older is None or screen.seconds_since(e.last_used) >= older)
-        and e.entry_class == (entry_class or "normal")
-    )
+@dataclass(frozen=True)
+class _Going:
+    """What `rm` is to remove: `found` by their ids, or what the options choose, which is read in pages."""
+
+    opened: Store
+    found: list[Entry] | None
+    family: int | None
+    unused: bool
+    older: int | None
+    entry_class: Any
+
+    def entries(self, *, shared: bool) -> Iterator[Entry]:
+        """Those stored against another entry, or the whole ones."""
+        if self.found is not None:
+            return (e for e in self.found if (e.parent is not None) == shared)
+        return operate.listing(
+            self.opened,
+            family=self.family,
+            unused=self.unused,
+            idle=self.older,
+            entry_class=self.entry_class or "normal",
+            shared=shared,
+        )
+
+    def _has(self, e: Entry) -> bool:
+        if self.found is not None:
+            return any(e.id == f.id for f in self.found)
+        return (
+            (self.family is None or e.family == self.family)
+            and not (self.unused and e.hits)
+            and (self.older is None or screen.seconds_since(e.last_used) >= self.older)
+            and e.entry_class == (self.entry_class or "normal")
+        )
+
+    def orphans(self) -> list[str]:
+        """The ids of entries that stay, and are stored against one that goes."""
+        parents = operate.parents(self.opened) if self.found is None else self.entries(shared=False)
+        return [
+            child.hex_id
+            for parent in parents
+            if self._has(parent)
+            for child in operate.listing(self.opened, parent=parent.id)
+            if not self._has(child)
+        ]
 
 
 @click.command("set", epilog=base.example("kvstore set cache.db 3f2a --class pinned", "kvstore set cache.db 3f2a --ttl 7d"))
@@ -114,8 +152,8 @@ def set_(
 @click.option("--n-tokens", type=click.IntRange(1), help="How many of its tokens; without it all.")
 @click.option("--tokens", help="The prefix itself: a JSON list, or a file with one.")
 @click.option("--fingerprint", default=None, help="With --tokens: of the entries to look among.")
-@click.option("--min-saved", type=click.FloatRange(0), default=16.0, show_default=True,
-              help="Share where it saves so many MiB.")
+@click.option("--min-saved", type=click.FloatRange(0), default=None, show_default="an eighth of each state",
+              help="Share where it saves this many MiB.")
 def learn(
     store: str,
     key_file: str | None,
@@ -124,7 +162,7 @@ def learn(
     n_tokens: int | None,
     tokens: str | None,
     fingerprint: str | None,
-    min_saved: float,
+    min_saved: float | None,
 ) -> None:
     """Cut a learned prefix out of a stored state.
 
@@ -140,11 +178,12 @@ def learn(
     with base.open_store(
         store, key_file, readonly=False, fingerprint=fingerprint or "", min_saved_mib=min_saved
     ) as opened:
-        before = {e.id: e for e in opened.entries()}
+        before = opened.stats().stored
         learned = opened.learn(wanted, n_tokens)
-        shared = [e for e in opened.entries() if e.parent == learned.id and e.id in before]
-        saved = sum(before[e.id].stored - e.stored for e in shared)
         found = opened.entry(learned.id)
+        # What was stored before, and is not now: the prefix itself comes on top.
+        saved = max(0, before + (0 if found is None else found.stored) - opened.stats().stored)
+        shared = list(operate.listing(opened, parent=learned.id))
     if found is None:
         raise NotFoundError(f"entry {learned.hex_id} is gone", id=learned.hex_id)
     if as_json:
@@ -157,14 +196,16 @@ def learn(
     )
 
 
-@click.command(epilog=base.example("kvstore gc cache.db", "kvstore gc cache.db --secure"))
+@click.command(epilog=base.example("kvstore gc cache.db", "kvstore gc cache.db --max-size 2G", "kvstore gc cache.db --secure"))
 @base.common
 @click.option("--secure", is_flag=True, help="Also wipe what was deleted before: the file is written anew.")
-def gc(store: str, key_file: str | None, as_json: bool, secure: bool) -> None:
+@click.option("--max-size", type=base.Size(),
+              help="Also remove the least recently used until the file has at most this size: 500M, 2G, 1.5T.")
+def gc(store: str, key_file: str | None, as_json: bool, secure: bool, max_size: int | None) -> None:
     """Remove what has expired, and give free space back to the disk."""
     with base.open_store(store, key_file, readonly=False) as opened:
         before = opened.stats().file_bytes
-        removed = opened.gc()
+        removed = opened.gc(max_size=max_size)
         if secure:
             operate.wipe(opened)
         after = opened.stats().file_bytes
@@ -174,7 +215,7 @@ def gc(store: str, key_file: str | None, as_json: bool, secure: bool) -> None:
         return
     screen.pairs(
         [
-            ("expired", screen.plural(len(removed), "entry", "entries")),
+            ("removed" if max_size is not None else "expired", screen.plural(len(removed), "entry", "entries")),
             ("file", f"{screen.mib(after)} MiB, {screen.mib(before)} before"),
             *([("wiped", "nothing that was deleted is left in the file")] if secure else []),
         ]

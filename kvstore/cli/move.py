@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,7 +52,8 @@ def _read_file(name: str) -> Any:
 
 
 _min_saved = click.option(
-    "--min-saved", type=click.FloatRange(0), default=16.0, show_default=True, help="Share where it saves so many MiB."
+    "--min-saved", type=click.FloatRange(0), default=None, show_default="an eighth of each state",
+    help="Share where it saves this many MiB.",
 )
 _fingerprint = click.option(
     "--fingerprint", default="", help="Names the model and its settings; states never cross from one to another."
@@ -88,7 +90,7 @@ def put(
     excerpt: str,
     n_system: int,
     fingerprint: str,
-    min_saved: float,
+    min_saved: float | None,
     whole: bool,
 ) -> None:
     """Store slot files, session files or raw states. STORE is made if it is not there; FILES may be folders."""
@@ -239,11 +241,16 @@ def export(
         base.usage("with --json the data needs a file")
     with ExitStack() as stack:
         opened = stack.enter_context(base.open_store(store, key_file))
-        entries = base.find(opened, ids) if ids else list(opened.entries())
-        entries.sort(key=lambda e: (e.parent is not None, e.n_tokens, e.id))
+        # Parents first: what is stored against one is imported after it.
+        if ids:
+            found = sorted(base.find(opened, ids), key=lambda e: (e.parent is not None, e.n_tokens, e.id))
+            entries, total = iter(found), sum(e.size for e in found)
+        else:
+            pages = (operate.listing(opened, shared=shared) for shared in (False, True))
+            entries, total = chain.from_iterable(pages), opened.stats().size
         moved = stack.enter_context(screen.progress("exporting"))
         skipped: list[dict[str, str]] = []
-        items = _items(opened, entries, moved, skipped)
+        items = _items(opened, entries, total, moved, skipped)
         if target == "-":
             n = bundle.to_tar(base.binary_stdout(), items)
         elif target.endswith(".tar"):
@@ -259,9 +266,13 @@ def export(
 
 
 def _items(
-    opened: Store, entries: list[Entry], moved: Callable[[int, int], None], skipped: list[dict[str, str]]
+    opened: Store,
+    entries: Iterator[Entry],
+    total: int,
+    moved: Callable[[int, int], None],
+    skipped: list[dict[str, str]],
 ) -> Iterator[Exported]:
-    total, done = sum(e.size for e in entries), 0
+    done = 0
     for entry in entries:
         try:
             item = operate.export(opened, entry.id)
@@ -305,7 +316,7 @@ def _tar_file(target: str, items: Iterator[Exported], force: bool) -> int:
 @_fingerprint
 @_min_saved
 def import_(
-    store: str, key_file: str | None, as_json: bool, sources: tuple[str, ...], fingerprint: str, min_saved: float
+    store: str, key_file: str | None, as_json: bool, sources: tuple[str, ...], fingerprint: str, min_saved: float | None
 ) -> None:
     """Take in exports, slot files and session files.
 

@@ -59,7 +59,7 @@ def _config(
     upstream_api_key: str | None = None,
     cache_ram_mib: float = 1024,
     cache_disk_mib: float = -1,
-    min_saved_mib: float = 16.0,
+    min_saved_mib: float | None = None,
     min_tokens: int = 16,
     idle_seconds: float = 0.15,
     key: str | None = None,
@@ -116,7 +116,7 @@ def serve(
     upstream_api_key: str | None = None,
     cache_ram_mib: float = 1024,
     cache_disk_mib: float = -1,
-    min_saved_mib: float = 16.0,
+    min_saved_mib: float | None = None,
     min_tokens: int = 16,
     idle_seconds: float = 0.15,
     key: str | None = None,
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--upstream-api-key", help="llama-server's own (KVSTORE_UPSTREAM_API_KEY)")
     parser.add_argument("--cache-ram-mib", type=float, default=1024, help="states kept in RAM (default: 1024)")
     parser.add_argument("--cache-disk-mib", type=float, default=-1, help="bound of the store's file (default: none)")
-    parser.add_argument("--min-saved-mib", type=float, default=16, help="share a prefix that saves so much (16)")
+    parser.add_argument("--min-saved-mib", type=float, help="share a prefix that saves this much (1/8 of a state)")
     parser.add_argument("--min-tokens", type=int, default=16, help="a restore or save must gain so many (16)")
     parser.add_argument("--idle-seconds", type=float, default=0.15, help="idle time before a slot is saved (0.15)")
     parser.add_argument("-v", "--verbose", action="store_true", help="log every restore and save")
