@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from . import queries_prefixes
 from .db import Connection
+from .expired_runs import ExpiredRuns
 from .hashing import prefix_hashes
 from .queries_prefixes import PrefixRow
 
@@ -151,11 +152,16 @@ class PrefixFilter:
 
 
 class PrefixFilters:
-    """A filter for each fingerprint that is asked for; shared by all that work on one file."""
+    """A filter, and the expired runs, of each fingerprint that is asked for; shared by all that work on one file."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._filters: dict[int, PrefixFilter] = {}
+        self._runs: dict[int, ExpiredRuns] = {}
+
+    def runs_of(self, fingerprint: int) -> ExpiredRuns:
+        with self._lock:
+            return self._runs.setdefault(fingerprint, ExpiredRuns())
 
     def of(self, fingerprint: int) -> PrefixFilter:
         with self._lock:

@@ -137,8 +137,9 @@ def longest(
 ) -> tuple[int, int] | None:
     """(id, n_common) of the live entry that can serve the most leading tokens of `key`; None where none serves any."""
     best: tuple[int, int] | None = None
-    for nearest in (queries.live_at_or_before, queries.live_after):
-        found = nearest(c, fingerprint, key, now)
+    runs = filters.runs_of(fingerprint)
+    for before in (True, False):
+        found = runs.nearest(c, fingerprint, key, now, before=before)
         n = 0 if found is None else common(found[1], key)
         if found is not None and n > (0 if best is None else best[1]):
             best = (found[0], n)

@@ -241,6 +241,33 @@ def at_or_before(c: Connection, fingerprint: int, cut: bool, key: bytes) -> Iter
         yield unsigned(row[0]), row[1], row[2]
 
 
+def after(c: Connection, fingerprint: int, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
+    """(id, tokens, expires_at) of the entries that can be cut anywhere and sort after `key`, nearest first."""
+    sql = """SELECT e.id, e.tokens, m.expires_at FROM entries e JOIN meta m ON m.entry = e.id
+ WHERE e.fingerprint = ? AND e.cut_any = 1 AND e.tokens > ? ORDER BY e.tokens"""
+    for row in c.execute(sql, (fingerprint, key)):
+        yield unsigned(row[0]), row[1], row[2]
+
+
+def newest_blob(c: Connection) -> int:
+    """The last id that a blob was given."""
+    return int(c.execute("SELECT seq FROM sqlite_sequence WHERE name = 'blobs'").get or 0)
+
+
+def expiries_put_off(c: Connection) -> int:
+    """How often an entry's expiry became a later one, or an entry one that can be cut (a trigger counts)."""
+    return int(c.execute("SELECT value FROM counters WHERE name = 'put_off'").get or 0)
+
+
+def entries_of_blobs_after(
+    c: Connection, blob: int, fingerprint: int, limit: int
+) -> list[tuple[int, bytes, int | None]]:
+    """(id, tokens, expires_at) of up to `limit` entries with a newer blob that can be cut anywhere."""
+    sql = """SELECT e.id, e.tokens, m.expires_at FROM blobs b CROSS JOIN entries e ON e.id = b.entry
+ JOIN meta m ON m.entry = e.id WHERE b.id > ? AND e.fingerprint = ? AND e.cut_any = 1 LIMIT ?"""
+    return [(unsigned(r[0]), r[1], r[2]) for r in c.execute(sql, (blob, fingerprint, limit))]
+
+
 def live_at_or_before(c: Connection, fingerprint: int, key: bytes, now: int) -> tuple[int, bytes] | None:
     """(id, tokens) of the live entry that can be cut anywhere and sorts nearest to `key`, at or before it."""
     return _nearest(c, "e.tokens <= ?3", "e.tokens DESC", fingerprint, key, now)

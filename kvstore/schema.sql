@@ -231,6 +231,7 @@ CREATE TRIGGER prefixes_cut_updated AFTER UPDATE ON cuts BEGIN
 END;
 DROP TRIGGER IF EXISTS prefixes_entry_updated;
 CREATE TRIGGER prefixes_entry_updated AFTER UPDATE OF cut_any, fingerprint, n_tokens, tokens ON entries BEGIN
+  INSERT INTO counters VALUES('put_off', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
   DELETE FROM prefixes WHERE entry = old.id;
   INSERT INTO prefixes(entry, fingerprint, n_tokens, cut)
     SELECT new.id, new.fingerprint, new.n_tokens, 0 WHERE new.cut_any = 0
@@ -242,6 +243,13 @@ CREATE TRIGGER prefixes_expiry AFTER UPDATE OF expires_at ON meta WHEN old.expir
     SELECT entry, fingerprint, n_tokens, cut, hash FROM prefixes WHERE entry = new.entry;
   DELETE FROM prefixes WHERE entry = new.entry
     AND id NOT IN (SELECT max(id) FROM prefixes WHERE entry = new.entry GROUP BY n_tokens);
+END;
+
+-- A process remembers where only expired entries are, until one of them may live again.
+DROP TRIGGER IF EXISTS expiry_put_off;
+CREATE TRIGGER expiry_put_off AFTER UPDATE OF expires_at ON meta
+WHEN old.expires_at IS NOT NULL AND (new.expires_at IS NULL OR new.expires_at > old.expires_at) BEGIN
+  INSERT INTO counters VALUES('put_off', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
 END;
 
 -- By hand: DELETE FROM entries WHERE printf('%016x', id) = '...' (or id = 0x...), from this table and no other.

@@ -19,7 +19,7 @@ FLOORS: list[set[str]] = [
     # the file's tables
     {"audit", "queries", "queries_lists", "queries_prefixes", "queries_upkeep", "upgrade", "migrations"},
     # what is made of rows
-    {"blobs", "job", "prefix_filter", "prefixes", "tally"},
+    {"blobs", "expired_runs", "job", "prefix_filter", "prefixes", "tally"},
     # a store at work
     {"behind", "check", "copies", "engine", "learning", "operate", "repair", "shelf", "space", "store", "upkeep"},
     # the face
