@@ -336,11 +336,13 @@ def _after_prefix(key: bytes) -> bytes | None:
 def family_tokens(c: Connection, fingerprint: int, family: int, now: int, limit: int) -> list[tuple[int, bytes, int, int]]:
     """(id, tokens, size, tokens of its parent or 0) of the live entries of a family that are not learned.
 
-    The most recently used first, up to `limit`; only those that can be cut anywhere.
+    The most recently used first, up to `limit` of the last 4 * `limit`; only those that can be cut anywhere.
     """
-    sql = """SELECT e.id, e.tokens, m.size, coalesce(p.n_tokens, 0) FROM meta m JOIN entries e ON e.id = m.entry
- LEFT JOIN entries p ON p.id = m.parent WHERE m.family = ? AND e.fingerprint = ? AND m.class <> 'learned'
- AND (m.expires_at IS NULL OR m.expires_at > ?) AND e.cut_any ORDER BY m.use_order DESC LIMIT ?"""
+    sql = """SELECT e.id, e.tokens, m.size, coalesce(p.n_tokens, 0)
+ FROM (SELECT entry FROM meta WHERE family = ?1 ORDER BY use_order DESC LIMIT 4 * ?4) f
+ CROSS JOIN meta m ON m.entry = f.entry JOIN entries e ON e.id = m.entry LEFT JOIN entries p ON p.id = m.parent
+ WHERE e.fingerprint = ?2 AND m.class <> 'learned' AND (m.expires_at IS NULL OR m.expires_at > ?3) AND e.cut_any
+ ORDER BY m.use_order DESC LIMIT ?4"""
     return [(unsigned(r[0]), r[1], r[2], r[3]) for r in c.execute(sql, (signed(family), fingerprint, now, limit))]
 
 

@@ -148,7 +148,7 @@ WHOLE: dict[str, str] = {
     "no_prefix": "no learned prefix is stored",
     "saves_too_little": "a delta saves too little",
     "unknown_layout": "its layout, or that of its prefix, is not understood",
-    "not_asked": "sharing was turned off",
+    "not_asked": "sharing was turned off, or it was whole where it was imported from",
     "learned": "learned prefixes are stored whole",
     "damaged_prefix": "its prefix is damaged",
 }

@@ -210,6 +210,7 @@ CREATE INDEX IF NOT EXISTS prefixes_unhashed ON prefixes(id) WHERE hash IS NULL;
 -- Which whole entries are a prefix of a token sequence: by count and last tokens, for a put among many that part one by one.
 CREATE INDEX IF NOT EXISTS entries_by_end ON entries(fingerprint, n_tokens, substr(tokens, -64)) WHERE cut_any = 1;
 CREATE INDEX IF NOT EXISTS meta_by_last_used ON meta(last_used);
+CREATE INDEX IF NOT EXISTS meta_by_family_use ON meta(family, use_order);
 CREATE INDEX IF NOT EXISTS meta_by_class ON meta(class) WHERE class <> 'normal';
 
 DROP TRIGGER IF EXISTS prefixes_of_entry;

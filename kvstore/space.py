@@ -18,10 +18,10 @@ from .errors import BusyError, InvalidInputError, OverBudgetError
 from .records import Entry
 
 # Pages that a transaction writes beside its chunks: the b-trees of entries, meta, blobs and totals, and the free list.
-LOG_PAGES = 24
+LOG_PAGES = 28
 # By which those grow with an entry, and what the empty schema takes.
 NEW_PAGES = 10
-BASE_PAGES = 32
+BASE_PAGES = 34
 # One eviction was seen to write up to 15 pages, most of them the same ones again for the next.
 PAGES_EVICTED = 15
 # Of one transaction that prunes: others get their turn in between.
