@@ -12,6 +12,7 @@ from typing import Any
 import apsw
 import numpy as np
 import pytest
+import storekit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from storekit import noise, real, recurrent_state, state
@@ -297,17 +298,17 @@ def test_the_filter_and_the_walk_find_the_same(
 
 
 def test_what_an_expiry_that_is_put_off_serves_is_found_again(
-    few_steps: None, open_store: Any, path: Any, monkeypatch: pytest.MonkeyPatch
+    few_steps: None, open_store: Any, path: Any
 ) -> None:
     """Whoever changes it: here another program."""
-    monkeypatch.setattr(upkeep, "TICK_SECONDS", 1000)
     store = open_store()
+    store._upkeep.stop()  # the expired ones stay
     ids = {n: put(store, [1, 2, 3, n], ANYWHERE if n < 10 else NOWHERE, ttl=1000) for n in range(5, 15)}
-    with closing(apsw.Connection(str(path))) as c:
+    with closing(storekit.connect(path)) as c:
         c.execute("UPDATE meta SET expires_at = 5")
     for n in range(4, 16):
         assert store.match([1, 2, 3, n, 1]) is None
-    with closing(apsw.Connection(str(path))) as c:
+    with closing(storekit.connect(path)) as c:
         c.execute("UPDATE meta SET expires_at = NULL WHERE entry IN (?, ?)", (signed(ids[7]), signed(ids[12])))
     for n, expected in ((7, (ids[7], 4)), (12, (ids[12], 4)), (8, (ids[7], 3))):
         found = store.match([1, 2, 3, n, 1])
@@ -320,7 +321,7 @@ def test_entries_that_sql_wrote_are_found(few_steps: None, open_store: Any, path
     id = put(store, [1, 2, 3], NOWHERE)
     assert store.match([1, 2, 3, 4, 5]) is not None
     tokens = np.arange(1, 5, dtype="<i4").tobytes()
-    with closing(apsw.Connection(str(path))) as c:
+    with closing(storekit.connect(path)) as c:
         c.execute("INSERT INTO entries(id, fingerprint, cut_any, n_tokens, tokens) VALUES(77, 1, 0, 4, ?)", (tokens,))
         columns = ", ".join(r[1] for r in c.execute("PRAGMA table_info(meta)") if r[1] != "entry")
         c.execute(f"INSERT INTO meta(entry, {columns}) SELECT 77, {columns} FROM meta WHERE entry = ?", (signed(id),))
@@ -358,7 +359,7 @@ def test_a_file_of_an_older_program_gets_its_rows(few_steps: None, path: Any, mo
     with Store(path) as store:
         for key in keys:
             put(store, key, NOWHERE if len(key) % 2 else (1, 2))
-    with closing(apsw.Connection(str(path))) as c:
+    with closing(storekit.connect(path)) as c:
         sql = "SELECT name FROM sqlite_schema WHERE type = 'trigger' AND name NOT LIKE 'meta_%'"
         for (name,) in c.execute(sql).fetchall():
             c.execute(f"DROP TRIGGER {name}")
@@ -377,7 +378,7 @@ def test_a_file_of_an_older_program_gets_its_rows(few_steps: None, path: Any, mo
         assert store.verify() == []
         ends = time.monotonic() + 20
         while True:
-            with closing(apsw.Connection(str(path))) as c:
+            with closing(storekit.connect(path)) as c:
                 left = c.execute("SELECT count(*) FROM counters WHERE name = 'unlisted'").fetchone()[0]
                 left += c.execute("SELECT count(*) FROM prefixes WHERE hash IS NULL").fetchone()[0]
             if not left:

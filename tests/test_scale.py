@@ -13,6 +13,7 @@ from typing import Any
 
 import apsw
 import pytest
+import storekit
 from storekit import MIB, file_bytes, noise, recurrent_state, state
 
 from kvstore import InvalidInputError, OverBudgetError, Store, operate, queries_upkeep, store, upkeep
@@ -46,7 +47,7 @@ def filled(opened: Store, n: int = 40) -> list[int]:
 
 def spread(path: Path) -> None:
     """Gives entries different times."""
-    with closing(apsw.Connection(str(path))) as c:
+    with closing(storekit.connect(path)) as c:
         c.execute("UPDATE meta SET last_used = last_used - abs(entry % 977) * 10, created_at = created_at - abs(entry % 911)")
 
 
@@ -189,6 +190,7 @@ def test_no_operation_asks_for_a_sweep(open_store: Opener, path: Path) -> None:
     again = opened.put([*range(50), 2001], state([*range(50), 2001], model=1))
     opened.set(again.id, entry_class="learned")
     opened.delete(ids[0], children="keep")
+    opened.put([*range(30), 7777], state([*range(30), 7777]))
     opened.delete(next(iter(operate.parents(opened))).id, children="drop")
     item = operate.export(opened, next(opened.entries()).id)
     assert item is not None
@@ -196,7 +198,7 @@ def test_no_operation_asks_for_a_sweep(open_store: Opener, path: Path) -> None:
     opened.gc(max_size=4 * MIB)
     assert opened.verify() == []
     opened.close()
-    with closing(apsw.Connection(str(path))) as c:
+    with closing(storekit.connect(path)) as c:
         assert queries_upkeep.unswept(c) == 0
 
 
@@ -213,7 +215,7 @@ def test_what_is_changed_by_hand_is_swept(sql: str, path: Path, open_store: Open
     with Store(path) as opened:
         opened.put([1, 2], b"not understood")
         opened.put(range(300, 350), recurrent_state(50, (10, 30)))
-    with closing(apsw.Connection(str(path))) as c:
+    with closing(storekit.connect(path)) as c:
         c.execute("PRAGMA foreign_keys = off")
         c.execute(sql)
     again = open_store()
@@ -255,7 +257,9 @@ def test_a_damaged_prefix_is_a_cause(path: Path) -> None:
     prefix = list(range(300))
     with Store(path, cache_ram_mib=0) as opened:
         parent = opened.put(prefix, state(prefix), entry_class="learned")
-        with closing(apsw.Connection(str(path))) as c:
+        assert opened._upkeep is not None
+        opened._upkeep.stop()  # it would sweep the entry away
+        with closing(storekit.connect(path)) as c:
             c.execute("DELETE FROM chunks WHERE blob = (SELECT id FROM blobs)")
         entry = opened.put([*prefix, 1], state([*prefix, 1]))
         assert (entry.parent, parent.parent) == (None, None)
@@ -346,3 +350,28 @@ def test_the_command_takes_sizes_with_units(path: Path) -> None:
         assert file_bytes(path) <= most * MIB
     with Store(path, readonly=True) as opened:
         assert opened.stats().entries["normal"] >= 3
+
+
+def test_rm_by_filter_reads_pages_and_keeps_what_others_need(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Store(path, min_saved_mib=0.001) as opened:
+        ids = filled(opened)
+        spread(path)
+        chosen = {e.hex_id for e in opened.entries() if e.entry_class == "normal" and not e.hits}
+
+    def run(*more: str, code: int = 0) -> list[str]:
+        command = [sys.executable, "-m", "kvstore.cli", "rm", str(path), *more]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        return done.stdout.split()
+
+    assert set(run("--unused", "--dry-run")) == chosen
+    run("--class", "learned", code=2)  # others are stored against it
+    everything = set(run("--class", "learned", "--children", "drop", "--dry-run"))
+    assert everything == {f"{id:016x}" for id in (ids[0], *ids[-4:])}
+    # The parent and one of its children by id: the others are rebuilt.
+    removed = run(f"{ids[0]:016x}", f"{ids[-1]:016x}"[:9], "--children", "keep")
+    assert set(removed) == {f"{ids[0]:016x}", f"{ids[-1]:016x}"}
+    assert set(run("--unused")) == chosen - {f"{ids[-1]:016x}"}
+    with Store(path, readonly=True) as opened:
+        assert opened.verify() == []
+        assert {e.hex_id for e in opened.entries()} == {f"{i:016x}" for i in ids} - chosen - {f"{ids[0]:016x}"}

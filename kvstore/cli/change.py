@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import click
@@ -55,8 +54,7 @@ def rm(
                 f"{', ...' if len(orphans) > 5 else ''}): give --children keep or --children drop"
             )
         removed: list[str] = []
-        # Children before parents: none is rebuilt that goes as well.
-        for entry in chain(gone.entries(shared=True), gone.entries(shared=False)):
+        for entry in gone.entries() if dry_run else gone.children_first():
             if dry_run:
                 removed.append(entry.hex_id)
             else:
@@ -85,18 +83,27 @@ class _Going:
     older: int | None
     entry_class: Any
 
-    def entries(self, *, shared: bool) -> Iterator[Entry]:
-        """Those stored against another entry, or the whole ones."""
+    def entries(self) -> Iterator[Entry]:
         if self.found is not None:
-            return (e for e in self.found if (e.parent is not None) == shared)
+            return iter(self.found)
         return operate.listing(
             self.opened,
             family=self.family,
             unused=self.unused,
             idle=self.older,
             entry_class=self.entry_class or "normal",
-            shared=shared,
         )
+
+    def children_first(self) -> Iterator[Entry]:
+        """Children before parents: none is rebuilt that goes as well. An entry may come again when it is gone."""
+        for entry in self.entries():
+            yield from self._below(entry)
+
+    def _below(self, entry: Entry) -> Iterator[Entry]:
+        for child in operate.listing(self.opened, parent=entry.id):
+            if self._has(child):
+                yield from self._below(child)
+        yield entry
 
     def _has(self, e: Entry) -> bool:
         if self.found is not None:
@@ -109,15 +116,16 @@ class _Going:
         )
 
     def orphans(self) -> list[str]:
-        """The ids of entries that stay, and are stored against one that goes."""
-        parents = operate.parents(self.opened) if self.found is None else self.entries(shared=False)
-        return [
-            child.hex_id
-            for parent in parents
-            if self._has(parent)
-            for child in operate.listing(self.opened, parent=parent.id)
-            if not self._has(child)
-        ]
+        """The ids of entries that stay, and need one that goes, at any depth."""
+        parents = [e.id for e in (operate.parents(self.opened) if self.found is None else self.found) if self._has(e)]
+        found: dict[int, str] = {}
+        while parents:
+            id = parents.pop()
+            for child in operate.listing(self.opened, parent=id):
+                if child.id not in found and not self._has(child):
+                    found[child.id] = child.hex_id
+                    parents.append(child.id)
+        return list(found.values())
 
 
 @click.command("set", epilog=base.example("kvstore set cache.db 3f2a --class pinned", "kvstore set cache.db 3f2a --ttl 7d"))
