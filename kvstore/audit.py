@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from . import queries
+from . import queries, queries_prefixes
 from .db import Connection
+from .hashing import prefix_hash
 from .queries import signed, unsigned
 
 Finding: TypeAlias = "tuple[int | None, str]"  # the entry, what is wrong with it
@@ -49,12 +50,15 @@ _ORPHANS = (
     ("meta", "entry", "entry NOT IN (SELECT id FROM entries)"),
     ("blobs", "entry", "entry IS NOT NULL AND entry NOT IN (SELECT id FROM entries)"),
     ("cuts", "entry", "entry NOT IN (SELECT id FROM entries)"),
+    ("prefixes", "entry", "entry NOT IN (SELECT id FROM entries)"),
     ("chunks", "NULL", "blob NOT IN (SELECT id FROM blobs)"),
 )
 
 
 def no_orphan(c: Connection) -> Iterator[Finding]:
     for table, column, condition in _ORPHANS:
+        if table == "prefixes" and not queries_prefixes.has_table(c):
+            continue  # a file of an older program, until it is opened for writing
         for id, n in c.execute(f"SELECT {column}, count(*) FROM {table} WHERE {condition} GROUP BY 1"):
             yield None if id is None else unsigned(id), f"{n} rows of {table} refer to nothing"
 
@@ -123,6 +127,33 @@ FROM cuts k JOIN entries e ON e.id = k.entry"""
             yield unsigned(id), f"its cut at {n} tokens is wrong"
 
 
+_MISSING_PREFIXES = (
+    """SELECT id, n_tokens FROM entries e WHERE cut_any = 0 AND NOT EXISTS (SELECT 1 FROM prefixes p
+ WHERE p.entry = e.id AND p.n_tokens = e.n_tokens AND p.cut = 0)""",
+    """SELECT k.entry, k.n_tokens FROM cuts k JOIN entries e ON e.id = k.entry WHERE e.cut_any = 0 AND NOT EXISTS (
+ SELECT 1 FROM prefixes p WHERE p.entry = k.entry AND p.n_tokens = k.n_tokens AND p.cut = 1)""",
+)
+
+
+def prefixes(c: Connection) -> Iterator[Finding]:
+    if not queries_prefixes.has_table(c):
+        return
+    for sql in _MISSING_PREFIXES if queries_prefixes.complete(c) else ():
+        for id, n in c.execute(sql):
+            yield unsigned(id), f"its first {n} tokens are not in prefixes"
+    sql = """SELECT p.entry, p.n_tokens FROM prefixes p JOIN entries e ON e.id = p.entry
+ WHERE e.cut_any = 1 OR p.fingerprint <> e.fingerprint OR CASE p.cut WHEN 0 THEN p.n_tokens <> e.n_tokens
+ ELSE NOT EXISTS (SELECT 1 FROM cuts k WHERE k.entry = p.entry AND k.n_tokens = p.n_tokens) END"""
+    for id, n in c.execute(sql):
+        yield unsigned(id), f"its row in prefixes of {n} tokens is wrong"
+    # A damaged count of tokens is another finding.
+    sql = """SELECT p.entry, p.n_tokens, p.hash, substr(e.tokens, 1, 4 * p.n_tokens) FROM prefixes p
+ JOIN entries e ON e.id = p.entry WHERE p.hash IS NOT NULL AND length(e.tokens) >= 4 * p.n_tokens"""
+    for id, n, hash, key in c.execute(sql):
+        if prefix_hash(key) != hash:
+            yield unsigned(id), f"the hash of its first {n} tokens is wrong"
+
+
 def set_cuts(c: Connection, id: int, cut_any: bool, counts: tuple[int, ...]) -> None:
     c.execute("DELETE FROM cuts WHERE entry = ?", (signed(id),))
     c.execute("UPDATE entries SET cut_any = ? WHERE id = ?", (int(cut_any), signed(id)))
@@ -141,6 +172,7 @@ INVARIANTS: tuple[tuple[str, Callable[[Connection], Iterator[Finding]]], ...] = 
     ("staged", staged),
     ("totals", totals),
     ("cuts", cuts),
+    ("prefixes", prefixes),
 )
 
 

@@ -26,7 +26,10 @@ Progress: TypeAlias = Callable[[int, int], None]  # bytes done, bytes in all
 Remedy: TypeAlias = Literal["drop", "rows", "totals", "cuts", "salvage", "retry"]
 # What the layers below raise on damaged rows: a value of another type, a text that is no UTF-8.
 Unreadable = (KVStoreError, UnicodeDecodeError, TypeError, ValueError)
-_REMEDIES: dict[str, Remedy] = {"no-orphan": "rows", "staged": "rows", "totals": "totals", "cuts": "cuts"}
+_REMEDIES: dict[str, Remedy] = {
+    "no-orphan": "rows", "staged": "rows", "totals": "totals", "cuts": "cuts",
+    "prefixes": "cuts",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,8 @@ class Problem:
 
     `invariant` is its name in schema.sql, "sqlite" for what SQLite's own checks find, or "read" where the system refused a
     read. `remedy` is what `repair` does about it: "drop" the entry, delete "rows" that refer to nothing, count "totals" or
-    find "cuts" anew; "salvage" where only a new file helps; "retry" where nothing is done: verify again.
+    find "cuts" (with the rows of `prefixes`) anew; "salvage" where only a new file helps; "retry" where nothing is done:
+    verify again.
     """
 
     invariant: str

@@ -144,6 +144,7 @@ def restore(engine: Engine, item: Exported) -> Entry | None:
         disk_budget=engine.space.budget,
         min_saved=0 if shared else engine.min_saved,
         verify=True,
+        filters=engine.filters,
     )
     key = prefixes.key_of(item.tokens)
     with target.db.read() as c:

@@ -631,6 +631,16 @@ def is_empty(connection: Connection) -> bool:
     return int(connection.execute("SELECT count(*) FROM sqlite_schema").get) == 0
 
 
+def views(connection: Connection) -> dict[str, str]:
+    """The SQL of each view by its name."""
+    return {str(r[0]): str(r[1]) for r in connection.execute("SELECT name, sql FROM sqlite_schema WHERE type = 'view'")}
+
+
+def schema_names(connection: Connection) -> set[str]:
+    """The names of all tables, indexes, triggers and views."""
+    return {row[0] for row in connection.execute("SELECT name FROM sqlite_schema")}
+
+
 def run_script(connection: Connection, sql: str) -> None:
     """Runs statements inside the transaction that is open."""
     for _ in connection.execute(sql):

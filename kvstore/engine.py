@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from . import audit, blobs, policy, prefixes, queries, tally, upgrade, writers
 from .db import Connection, ConstraintError, Database
@@ -18,8 +18,9 @@ from .entry_reader import Damaged, EntryReader
 from .errors import BusyError, CorruptStoreError, DiskFullError, KVStoreError, NotFoundError, OverBudgetError, StoreIOError
 from .job import Job
 from .lru import RamCache
+from .prefix_filter import PrefixFilters
 from .records import Entry, EntryClass, SavedState, Source, hex_id
-from .shelf import Parent, Part, Shelf, learned_prefix
+from .shelf import Parent, Part, Shelf
 from .space import LOG_PAGES, NEW_PAGES, Space
 from .tally import Tally
 from .workers import Workers
@@ -46,12 +47,21 @@ class Engine:
     """The parts of an open store, and what they do together. Safe to use from several threads."""
 
     def __init__(
-        self, database: Database, *, fingerprint: str, ram: RamCache, disk_budget: int, min_saved: int, verify: bool
+        self,
+        database: Database,
+        *,
+        fingerprint: str,
+        ram: RamCache,
+        disk_budget: int,
+        min_saved: int | None,
+        verify: bool,
+        filters: PrefixFilters | None = None,
     ) -> None:
         self.db = database
         self.fingerprint = fingerprint
         self.ram = ram
-        self.min_saved = min_saved
+        self.min_saved = min_saved  # None: a share of each state, see policy.least_saved
+        self.filters = PrefixFilters() if filters is None else filters
         self.tally = Tally()
         self.workers = Workers()
         self.reader = EntryReader(ram, verify, self.tally.spent)
@@ -193,16 +203,19 @@ class Engine:
         except CorruptStoreError:
             return queries.unreadable(id)
 
-    def past_damage(self, call: Callable[[], T]) -> T:
-        """Calls, and again after dropping an entry whose row is damaged and was in the way."""
+    def past_damage(self, call: Callable[..., T], *args: Any) -> T:
+        """Calls, and again after dropping an entry whose row is damaged and was in the way.
+
+        Arguments are handed on, not closed over: a frame in the traceback of an error keeps its closure alive.
+        """
         for _ in range(TRIES):
             try:
-                return call()
+                return call(*args)
             except CorruptStoreError as error:
                 id = int(error.facts.get("entry", "0"), 16)
                 if not id or self.db.readonly or not self._drop_unreadable(id):
                     raise
-        return call()
+        return call(*args)
 
     def _drop_unreadable(self, id: int) -> bool:
         """Drops an entry whose row is damaged on a new connection too; whether it did."""
@@ -249,7 +262,7 @@ class Engine:
             with self.workers.lend():
                 job.digests.begin(self.workers)
                 try:
-                    return self.past_damage(lambda: self._put(job, owned, release))
+                    return self.past_damage(self._put, job, owned, release)
                 finally:
                     job.digests.cancel()
         finally:
@@ -263,12 +276,13 @@ class Engine:
             with self.db.read() as c:
                 fingerprint = self.fingerprint_id(c)
                 parent = prefix = None
+                cause = self._cause(c, fingerprint, job)
                 if fingerprint is not None:
                     same = self.identical(c, fingerprint, job)
                     if owned and same is not None and same.id != job.id:
                         same = None  # an owned job was promised its id: it replaces what is there
-                    if same is None and self._shares(c, fingerprint, job):
-                        prefix = learned_prefix(c, fingerprint, job.key, self.now())
+                    if same is None and cause == "no_prefix":
+                        prefix = prefixes.learned_prefix(c, self.filters, fingerprint, job.key, self.now())
                         parent = None if prefix is None else self.shelf.parent(c, *prefix)
                 else:
                     same = None
@@ -279,6 +293,8 @@ class Engine:
                 continue
             parts, shared = self.shelf.build(job.main, job.draft, job.digests, parent, self.min_saved)
             if not shared:
+                if prefix is not None:
+                    cause = "damaged_prefix" if parent is None else self.shelf.why_whole(job.main, parent)
                 parent = None
             keeping = None if owned else self.shelf.keep(parts, None if parent is None else parent.id, self.workers)
             try:
@@ -307,7 +323,9 @@ class Engine:
         if job.entry_class == "normal":
             with self._clock_lock:
                 self._families.add(job.family)
-        if parent is not None:
+        if parent is None:
+            self.tally.count(f"whole_{cause}")
+        else:
             self.tally.count("shared_puts")
             log.info(
                 "shared %s: %d tokens, %d of them from learned prefix %s, %.1f MiB instead of %.1f MiB, %.3f s",
@@ -315,6 +333,12 @@ class Engine:
                 entry.size / policy.MIB, time.perf_counter() - started,
             )  # fmt: skip
         return entry
+
+    def _cause(self, c: Connection, fingerprint: int | None, job: Job) -> str:
+        """Why a put is stored whole, as far as the arguments say; "no_prefix" where a prefix may be looked for."""
+        if job.entry_class == "learned" or not job.share:
+            return "learned" if job.entry_class == "learned" else "not_asked"
+        return "no_prefix" if fingerprint is None or self._shares(c, fingerprint, job) else "learned"
 
     def _shares(self, c: Connection, fingerprint: int, job: Job) -> bool:
         """Whether a put may be stored against a prefix: what is learned, or replaces what is, stays whole."""
@@ -499,8 +523,10 @@ class Engine:
         if parent is not None and tuple(row.id for row in queries.blobs(c, parent.id)) != parent.version:
             raise _Lost
         fingerprint = queries.add_fingerprint(c, self.fingerprint)
-        if self._shares(c, fingerprint, job) and learned_prefix(c, fingerprint, job.key, self.now()) != prefix:
-            raise _Lost
+        if self._shares(c, fingerprint, job):
+            now = self.now()
+            if prefixes.learned_prefix(c, self.filters, fingerprint, job.key, now, committed=False) != prefix:
+                raise _Lost
         entry = job.entry(self.now(), sum(p.data.size for p in parts), None if parent is None else parent.id)
         for id in queries.same_tokens(c, fingerprint, job.key):
             old = queries.entry(c, id, None)
@@ -512,12 +538,7 @@ class Engine:
                     entry = dataclasses.replace(entry, entry_class=entry_class, source=source)
                 self._keep_children(c, queries.children(c, id), dropped, sum(p.data.size for p in parts))
             self.drop(c, id, "replaced", dropped)
-        for id, n in list(prefixes.prefixes_of(c, fingerprint, job.key[:-4], self.now())):
-            old = queries.entry(c, id, fingerprint)
-            if old is None or old.entry_class != "normal" or not job.cuts.serves(n) or queries.has_children(c, id):
-                continue
-            if old.n_images == job.n_images == 0 and (job.draft is not None or len(queries.blobs(c, id)) == 1):
-                self.drop(c, id, "contained", dropped)
+        self._drop_contained(c, fingerprint, job, dropped)
         queries.insert_entry(c, entry, fingerprint, job.key, job.cuts.any, job.head)
         if not job.cuts.any:
             queries.insert_cuts(c, entry.id, fingerprint, job.key, job.cuts.counts)
@@ -529,6 +550,17 @@ class Engine:
         queries.count_family(c, entry.family, 1, 0)
         queries.set_family_flags(c, entry.id, True, False)
         return entry, tuple(row.id for row in queries.blobs(c, entry.id))
+
+    def _drop_contained(self, c: Connection, fingerprint: int, job: Job, dropped: list[tuple[Entry, str]]) -> None:
+        """Drops the normal entries that the entry being put serves: their tokens begin its own."""
+        if job.n_images or not (job.cuts.any or job.cuts.counts):
+            return
+        found = prefixes.whole_prefixes(
+            c, self.filters, fingerprint, job.key[:-4], self.now(), "removable", committed=False
+        )
+        for id, n in found:
+            if job.cuts.serves(n) and (job.draft is not None or len(queries.blobs(c, id)) == 1):
+                self.drop(c, id, "contained", dropped)
 
     # -- get
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from .records import Bytes, Tokens
@@ -32,6 +33,44 @@ def family(tokens: Tokens, n_system: int, user_start: int) -> int:
     """
     block = tokens[: min(n_system, FAMILY_SYSTEM_TOKENS)] if n_system else tokens[user_start : user_start + FAMILY_USER_TOKENS]
     return int(xxhash.xxh3_64_intdigest(np.ascontiguousarray(block, dtype="<i4").tobytes()))
+
+
+_POWERS = np.ones(1, np.uint64)
+
+
+def prefix_hash(key: bytes) -> int:
+    """The hash of a whole key, the last of `prefix_hashes`."""
+    terms = _terms(key)
+    return int(_mixed(terms.sum(dtype=np.uint64, keepdims=True))[0])
+
+
+def prefix_hashes(key: bytes) -> npt.NDArray[np.int64]:
+    """The 64-bit hash of every prefix of a key: element n - 1 is that of the first n tokens. 50 us for 4,000 tokens.
+
+    The sum of mixed tokens times powers of an odd number, modulo 2^64, mixed again. Held in files, so it never changes.
+    """
+    return _mixed(np.cumsum(_terms(key), dtype=np.uint64))
+
+
+def _terms(key: bytes) -> npt.NDArray[np.uint64]:
+    global _POWERS
+    tokens = np.frombuffer(key, "<u4").astype(np.uint64)
+    if len(_POWERS) < len(tokens):
+        powers = np.full(1 << (len(tokens) - 1).bit_length(), 0x9E6C63D0676A9A99, np.uint64)
+        powers[0] = 1
+        _POWERS = np.cumprod(powers, dtype=np.uint64)
+    tokens += np.uint64(0x9E3779B97F4A7C15)
+    tokens *= np.uint64(0xBF58476D1CE4E5B9)
+    tokens ^= tokens >> np.uint64(32)
+    tokens *= _POWERS[: len(tokens)]
+    return tokens
+
+
+def _mixed(sums: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    sums ^= sums >> np.uint64(29)
+    sums *= np.uint64(0x94D049BB133111EB)
+    sums ^= sums >> np.uint64(32)
+    return sums.view(np.int64)
 
 
 class Digests(Mapping[str, bytes]):

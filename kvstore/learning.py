@@ -25,7 +25,7 @@ def source_of(engine: Engine, c: Connection, tokens: Tokens) -> int | None:
     fingerprint = engine.fingerprint_id(c)
     if fingerprint is None:
         return None
-    found = prefixes.longest(c, fingerprint, prefixes.key_of(tokens), engine.now())
+    found = prefixes.longest(c, engine.filters, fingerprint, prefixes.key_of(tokens), engine.now())
     return found[0] if found is not None and found[1] == len(tokens) else None
 
 

@@ -1,4 +1,4 @@
-"""What the people who run a store do with it: verify, repair, salvage, backup, export, restore, wipe.
+"""What the people who run a store do with it: list, verify, repair, salvage, backup, export, restore, wipe.
 
 Functions of an open `Store`, and of a path where the file may be damaged.
 """
@@ -6,20 +6,26 @@ Functions of an open `Store`, and of a path where the file may be damaged.
 from __future__ import annotations
 
 import os
+import re
 import secrets
+from collections.abc import Iterator
 from contextlib import suppress
 
-from . import check, copies, db, queries
+from . import check, copies, db, queries, queries_lists, queries_upkeep
 from . import repair as repairs
+from .arguments import choice, entry_id, whole
 from .check import Problem, Progress
 from .copies import Exported
 from .entry_reader import Damaged
 from .errors import CorruptStoreError, InvalidInputError, KVStoreError, NotAStoreError, NotFoundError, StoreIOError
-from .records import Entry, hex_id
+from .records import CLASSES, Entry, EntryClass, FamilyStats, hex_id
 from .repair import Salvaged
-from .store import Store
+from .store import ENTRIES_PER_PAGE, Store
 
-__all__ = ["Exported", "Salvaged", "backup", "export", "fingerprint", "head", "repair", "restore", "salvage", "verify", "wipe"]
+__all__ = [
+    "Exported", "Salvaged", "backup", "export", "families", "find", "fingerprint", "head", "listing", "parents", "repair",
+    "restore", "salvage", "verify", "wipe",
+]  # fmt: skip
 
 
 def verify(
@@ -135,6 +141,106 @@ def fingerprint(store: Store, id: int) -> str:
     if found is None:
         raise NotFoundError(f"no entry {hex_id(id)}", id=hex_id(id))
     return found
+
+
+def listing(
+    store: Store,
+    *,
+    order: str | None = None,
+    limit: int | None = None,
+    family: int | None = None,
+    entry_class: EntryClass | None = None,
+    unused: bool = False,
+    idle: float | None = None,
+    parent: int | None = None,
+    shared: bool | None = None,
+    text: str | None = None,
+) -> Iterator[Entry]:
+    """The live entries for which all that is given holds; memory does not grow with their number, but with `limit`.
+
+    order: "used", "created", "size", "stored", "tokens" or "hits", the largest or latest first; "used" has an index, the
+    others read one row of each entry. Without an order entries come in pages, in no particular order; with one and without
+    a limit all are held. unused: never restored. idle: not used for this many seconds. parent: stored against this id.
+    shared: stored against any (True), or whole (False). text: in the excerpt, whatever the case of ASCII letters.
+    """
+    if order is not None and order not in queries_lists.ORDERS:
+        raise InvalidInputError(f"order is {order!r}", hint=f"give one of {', '.join(queries_lists.ORDERS)}")
+    if entry_class is not None:
+        choice(entry_class, CLASSES, "class")
+    limit = None if limit is None else whole(limit, "limit", 1)
+    store.flush()
+    engine = store._engine
+    with engine.db.read() as c:
+        scope = engine.scope(c)
+    wanted = queries_lists.Filter(
+        fingerprint=scope,
+        family=None if family is None else whole(family, "family", 0, (1 << 64) - 1),
+        entry_class=entry_class,
+        unused=unused,
+        used_before=None if idle is None else int(engine.now() - idle),
+        parent=None if parent is None else entry_id(parent),
+        shared=shared,
+        text=text,
+    )
+    return _listed(store, wanted, order, limit)
+
+
+def _listed(store: Store, wanted: queries_lists.Filter, order: str | None, limit: int | None) -> Iterator[Entry]:
+    engine = store._engine
+    if order is not None:
+        with engine.db.read() as c:
+            first = queries_lists.first(c, wanted, order, -1 if limit is None else limit, engine.now())
+        yield from map(engine.with_uses, first)
+        return
+    after: int | None = queries_lists.FIRST
+    left = limit
+    while after is not None and (left is None or left > 0):
+        n = ENTRIES_PER_PAGE if left is None else min(left, ENTRIES_PER_PAGE)
+        with engine.db.read() as c:
+            page, after = queries_lists.page(c, wanted, after, n, engine.now())
+        yield from map(engine.with_uses, page)
+        left = None if left is None else left - len(page)
+
+
+def parents(store: Store) -> Iterator[Entry]:
+    """The entries that others are stored against, in no particular order; read in pages."""
+    store.flush()
+    engine, after = store._engine, queries_lists.FIRST
+    while True:
+        with engine.db.read() as c:
+            ids = queries_lists.parents_page(c, after, ENTRIES_PER_PAGE)
+            page = [entry for id in ids if (entry := engine.find(c, queries.unsigned(id))) is not None]
+        yield from page
+        if len(ids) < ENTRIES_PER_PAGE:
+            return
+        after = ids[-1]
+
+
+def find(store: Store, start: str, limit: int = 100) -> list[Entry]:
+    """Up to `limit` entries whose hex id begins with these 1 to 16 digits, in the order of their ids."""
+    if not re.fullmatch("[0-9a-fA-F]{1,16}", start):
+        raise InvalidInputError(f"{start!r} is not the start of an id", hint="ids are 1 to 16 hex digits")
+    store.flush()
+    engine = store._engine
+    low, high = int(start.ljust(16, "0"), 16), int(start.ljust(16, "f"), 16)
+    with engine.db.read() as c:
+        # The first digit holds the sign bit, so the range does not change its sign.
+        wanted = queries_lists.Filter(fingerprint=engine.scope(c), ids=(queries.signed(low), queries.signed(high)))
+        found, _ = queries_lists.page(c, wanted, queries_lists.FIRST, whole(limit, "limit", 1), engine.now())
+    return [engine.with_uses(entry) for entry in found]
+
+
+def families(store: Store) -> Iterator[FamilyStats]:
+    """All families, also those that `Store.stats` leaves out, in no particular order; read in pages."""
+    store.flush()
+    after = queries_lists.FIRST
+    while True:
+        with store._engine.db.read() as c:
+            page = queries_upkeep.families_page(c, after, ENTRIES_PER_PAGE)
+        yield from page
+        if len(page) < ENTRIES_PER_PAGE:
+            return
+        after = queries.signed(page[-1].family)
 
 
 def head(store: Store, id: int) -> bytes | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
+from . import queries_prefixes
 from .db import Connection, read_failed, zeroblob
 from .errors import CorruptStoreError, StoreIOError
 from .records import CLASSES, SOURCES, Bytes, Entry, Tokens, hex_id
@@ -65,7 +66,7 @@ def add_fingerprint(c: Connection, text: str) -> int:
 
 # -- entries and meta
 
-_ENTRY = """e.id, e.n_tokens, m.n_images, m.class, m.source, m.created_at, m.last_used, m.expires_at, m.ttl, m.hits,
+ENTRY = """e.id, e.n_tokens, m.n_images, m.class, m.source, m.created_at, m.last_used, m.expires_at, m.ttl, m.hits,
  m.family, m.n_input, CAST(m.excerpt AS BLOB), m.parent, m.size, m.stored"""
 _FROM = "FROM entries e JOIN meta m ON m.entry = e.id"
 
@@ -93,7 +94,7 @@ def _damaged_row(id: int, what: str) -> CorruptStoreError:
     return CorruptStoreError(f"entry {hex_id(id)} has a damaged row: {what}", entry=hex_id(id))
 
 
-def _entry(row: Sequence[Any]) -> Entry:
+def entry_of(row: Sequence[Any]) -> Entry:
     """An entry from a row that anything may have written. Raises CorruptStoreError."""
     if not isinstance(row[0], int):
         raise CorruptStoreError(f"the id of an entry is {_shown(row[0])}")
@@ -134,38 +135,23 @@ def unreadable(id: int) -> Entry:
 
 def entry(c: Connection, id: int, fingerprint: int | None) -> Entry | None:
     """The entry of this id; with a fingerprint, only if it is the entry's."""
-    sql = f"SELECT {_ENTRY} {_FROM} WHERE e.id = ? AND (?2 IS NULL OR e.fingerprint = ?2)"
+    sql = f"SELECT {ENTRY} {_FROM} WHERE e.id = ? AND (?2 IS NULL OR e.fingerprint = ?2)"
     row = c.execute(sql, (signed(id), fingerprint)).fetchone()
-    return None if row is None else _entry(row)
+    return None if row is None else entry_of(row)
 
 
 def meta_alone(c: Connection, id: int) -> Entry | None:
     """An entry by its row in meta, which may be all that is left of it; its n_tokens is 0."""
-    columns = _ENTRY.replace("e.id", "m.entry").replace("e.n_tokens", "0")
+    columns = ENTRY.replace("e.id", "m.entry").replace("e.n_tokens", "0")
     row = c.execute(f"SELECT {columns} FROM meta m WHERE m.entry = ?", (signed(id),)).fetchone()
-    return None if row is None else _entry(row)
+    return None if row is None else entry_of(row)
 
 
-def entries_page(
-    c: Connection, after: int, limit: int, fingerprint: int | None, family: int | None, entry_class: str | None, now: int
-) -> tuple[list[Entry], int | None]:
-    """Up to `limit` entries with a signed id above `after`, in that order, expired and damaged ones left out.
-
-    With them the signed id to go on after; None at the end.
-    """
-    sql = f"""SELECT {_ENTRY} {_FROM} WHERE e.id > ?1 AND (?2 IS NULL OR e.fingerprint = ?2)
- AND (?3 IS NULL OR m.family = ?3) AND (?4 IS NULL OR m.class = ?4) AND (m.expires_at IS NULL OR m.expires_at > ?5)
- ORDER BY e.id LIMIT ?6"""
-    values = (after, fingerprint, None if family is None else signed(family), entry_class, now, limit)
-    rows = c.execute(sql, values).fetchall()
-    return list(_readable(rows)), cast(int, rows[-1][0]) if len(rows) == limit else None
-
-
-def _readable(rows: Iterable[Sequence[Any]]) -> Iterator[Entry]:
+def readable(rows: Iterable[Sequence[Any]]) -> Iterator[Entry]:
     """The entries of rows, without those that are damaged: `verify` names them, and their next get drops them."""
     for row in rows:
         with suppress(CorruptStoreError):
-            yield _entry(row)
+            yield entry_of(row)
 
 
 def fingerprint_of(c: Connection, id: int) -> str | None:
@@ -211,6 +197,8 @@ def insert_entry(
             None if e.parent is None else signed(e.parent), e.excerpt, next_use(c),
         ),
     )  # fmt: skip
+    if not cut_any:
+        queries_prefixes.set_hashes(c, signed(e.id), token_bytes)
 
 
 # A place in the order of use beyond this is damage: a store that counts a million uses a second gets here in 146,000 years.
@@ -266,6 +254,8 @@ def insert_cuts(c: Connection, id: int, fingerprint: int, token_bytes: bytes, co
         "INSERT INTO cuts(entry, fingerprint, n_tokens, tokens) VALUES(?,?,?,?)",
         [(signed(id), fingerprint, n, token_bytes[: 4 * n]) for n in counts],
     )
+    if counts:
+        queries_prefixes.set_hashes(c, signed(id), token_bytes)
 
 
 def cut_counts(c: Connection, id: int) -> list[int]:
@@ -321,11 +311,50 @@ def at_or_before(c: Connection, fingerprint: int, cut: bool, key: bytes) -> Iter
     yield from _token_rows(c.execute(sql, (fingerprint, int(cut), key)))
 
 
-def after(c: Connection, fingerprint: int, cut: bool, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
-    """(id, tokens, expires_at) of the entries that sort after `key`, nearest first."""
+def after(c: Connection, fingerprint: int, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
+    """(id, tokens, expires_at) of the entries that can be cut anywhere and sort after `key`, nearest first."""
     sql = """SELECT e.id, e.tokens, m.expires_at FROM entries e JOIN meta m ON m.entry = e.id
- WHERE e.fingerprint = ? AND e.cut_any = ? AND e.tokens > ? ORDER BY e.tokens"""
-    yield from _token_rows(c.execute(sql, (fingerprint, int(cut), key)))
+  WHERE e.fingerprint = ? AND e.cut_any = 1 AND e.tokens > ? ORDER BY e.tokens"""
+    yield from _token_rows(c.execute(sql, (fingerprint, key)))
+
+
+def newest_blob(c: Connection) -> int:
+    """The last id that a blob was given."""
+    return int(c.execute("SELECT seq FROM sqlite_sequence WHERE name = 'blobs'").get or 0)
+
+
+def expiries_put_off(c: Connection) -> int:
+    """How often an entry's expiry became a later one, or an entry one that can be cut (a trigger counts)."""
+    return int(c.execute("SELECT value FROM counters WHERE name = 'put_off'").get or 0)
+
+
+def entries_of_blobs_after(
+    c: Connection, blob: int, fingerprint: int, limit: int
+) -> list[tuple[int, bytes, int | None]]:
+    """(id, tokens, expires_at) of up to `limit` entries with a newer blob that can be cut anywhere."""
+    sql = """SELECT e.id, e.tokens, m.expires_at FROM blobs b CROSS JOIN entries e ON e.id = b.entry
+ JOIN meta m ON m.entry = e.id WHERE b.id > ? AND e.fingerprint = ? AND e.cut_any = 1 LIMIT ?"""
+    return list(_token_rows(c.execute(sql, (blob, fingerprint, limit))))
+
+
+def live_at_or_before(c: Connection, fingerprint: int, key: bytes, now: int) -> tuple[int, bytes] | None:
+    """(id, tokens) of the live entry that can be cut anywhere and sorts nearest to `key`, at or before it."""
+    return _nearest(c, "e.tokens <= ?3", "e.tokens DESC", fingerprint, key, now)
+
+
+def live_after(c: Connection, fingerprint: int, key: bytes, now: int) -> tuple[int, bytes] | None:
+    """(id, tokens) of the live entry that can be cut anywhere and sorts nearest to `key`, after it."""
+    return _nearest(c, "e.tokens > ?3", "e.tokens", fingerprint, key, now)
+
+
+def _nearest(
+    c: Connection, side: str, order: str, fingerprint: int, key: bytes, now: int
+) -> tuple[int, bytes] | None:
+    sql = f"""SELECT e.id, e.tokens FROM entries e CROSS JOIN meta m ON m.entry = e.id
+ WHERE e.fingerprint = ?1 AND e.cut_any = 1 AND {side} AND (m.expires_at IS NULL OR m.expires_at > ?2)
+ ORDER BY {order} LIMIT 1"""
+    row = c.execute(sql, (fingerprint, now, key)).fetchone()
+    return None if row is None else (unsigned(row[0]), row[1])
 
 
 def cut_at_or_before(c: Connection, fingerprint: int, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
@@ -333,6 +362,22 @@ def cut_at_or_before(c: Connection, fingerprint: int, key: bytes) -> Iterator[tu
     sql = """SELECT k.entry, k.tokens, m.expires_at FROM cuts k JOIN meta m ON m.entry = k.entry
  WHERE k.fingerprint = ? AND k.tokens <= ? ORDER BY k.tokens DESC"""
     yield from _token_rows(c.execute(sql, (fingerprint, key)))
+
+
+def whole_by_end(c: Connection, fingerprint: int, key: bytes) -> list[int]:
+    """The signed ids of the entries that can be cut anywhere and whose tokens are a prefix of `key`, longest first.
+
+    One seek for each token of the key (1 us), in an index of token counts and last tokens.
+    """
+    sql = """WITH RECURSIVE counts(n) AS (SELECT ?3 UNION ALL SELECT n - 1 FROM counts WHERE n > 1)
+ SELECT e.id FROM counts CROSS JOIN entries e WHERE e.fingerprint = ?1 AND e.cut_any = 1 AND e.n_tokens = counts.n
+ AND substr(e.tokens, -64) = substr(?2, max(1, 4 * counts.n - 63), min(64, 4 * counts.n))
+ AND e.tokens = substr(?2, 1, 4 * counts.n)"""
+    return [r[0] for r in c.execute(sql, (fingerprint, key, len(key) // 4))]
+
+
+def has_class(c: Connection, entry_class: str) -> bool:
+    return c.execute("SELECT 1 FROM meta WHERE class = ? LIMIT 1", (entry_class,)).fetchone() is not None
 
 
 def same_tokens(c: Connection, fingerprint: int, key: bytes) -> list[int]:
@@ -359,11 +404,13 @@ def _after_prefix(key: bytes) -> bytes | None:
 def family_tokens(c: Connection, fingerprint: int, family: int, now: int, limit: int) -> list[tuple[int, bytes, int, int]]:
     """(id, tokens, size, tokens of its parent or 0) of the live entries of a family that are not learned.
 
-    The most recently used first, up to `limit`; only those that can be cut anywhere.
+    The most recently used first, up to `limit` of the last 4 * `limit`; only those that can be cut anywhere.
     """
-    sql = """SELECT e.id, e.tokens, m.size, coalesce(p.n_tokens, 0) FROM meta m JOIN entries e ON e.id = m.entry
- LEFT JOIN entries p ON p.id = m.parent WHERE m.family = ? AND e.fingerprint = ? AND m.class <> 'learned'
- AND (m.expires_at IS NULL OR m.expires_at > ?) AND e.cut_any ORDER BY m.use_order DESC LIMIT ?"""
+    sql = """SELECT e.id, e.tokens, m.size, coalesce(p.n_tokens, 0)
+ FROM (SELECT entry FROM meta WHERE family = ?1 ORDER BY use_order DESC LIMIT 4 * ?4) f
+ CROSS JOIN meta m ON m.entry = f.entry JOIN entries e ON e.id = m.entry LEFT JOIN entries p ON p.id = m.parent
+ WHERE e.fingerprint = ?2 AND m.class <> 'learned' AND (m.expires_at IS NULL OR m.expires_at > ?3) AND e.cut_any
+ ORDER BY m.use_order DESC LIMIT ?4"""
     rows = c.execute(sql, (signed(family), fingerprint, now, limit))
     return [(unsigned(r[0]), r[1], r[2], r[3]) for r in rows if isinstance(r[1], bytes) and r[1] and not len(r[1]) % 4]
 
@@ -433,6 +480,8 @@ def chunk_total(c: Connection, blob: int) -> tuple[int, int]:
 
 
 def delete_blob(c: Connection, blob: int) -> None:
+    # Taken from its entry first: an entry that loses its main state by DELETE is one that someone damaged by hand.
+    c.execute("UPDATE blobs SET entry = NULL, writer = '' WHERE id = ? AND entry IS NOT NULL", (blob,))
     c.execute("DELETE FROM blobs WHERE id = ?", (blob,))
 
 
@@ -457,11 +506,11 @@ def delete_staged(c: Connection, blob: int) -> bool:
 # -- policy's questions
 
 
-def expired(c: Connection, now: int, limit: int) -> list[int]:
-    """Expired entries, the longest first; a prefix that live entries are stored against is not among them."""
-    sql = """SELECT entry FROM meta m WHERE expires_at <= ?1 AND NOT EXISTS (
+def expired(c: Connection, now: int, limit: int) -> list[tuple[int, int]]:
+    """(id, bytes) of expired entries, the longest first; a prefix that live entries are stored against is not among them."""
+    sql = """SELECT entry, stored FROM meta m WHERE expires_at <= ?1 AND NOT EXISTS (
  SELECT 1 FROM meta k WHERE k.parent = m.entry AND (k.expires_at IS NULL OR k.expires_at > ?1)) ORDER BY expires_at LIMIT ?2"""
-    return [unsigned(r[0]) for r in c.execute(sql, (now, limit))]
+    return [(unsigned(r[0]), r[1]) for r in c.execute(sql, (now, limit))]
 
 
 def has_live_children(c: Connection, id: int, now: int) -> bool:
@@ -479,44 +528,6 @@ def least_recently_used(c: Connection, spare: int | None) -> int | None:
         if found:
             return unsigned(min(found, key=lambda row: int(row[1]))[0])
     return None
-
-
-_ORPHANS = (
-    ("chunks", "blob NOT IN (SELECT id FROM blobs)"),
-    ("blobs", "entry IS NOT NULL AND entry NOT IN (SELECT id FROM entries)"),
-    ("cuts", "entry NOT IN (SELECT id FROM entries)"),
-    ("meta", "entry NOT IN (SELECT id FROM entries)"),
-    ("entries", "id NOT IN (SELECT entry FROM meta)"),
-    ("entries", "id IN (SELECT entry FROM meta WHERE parent NOT IN (SELECT id FROM entries))"),
-    ("entries", "fingerprint NOT IN (SELECT id FROM fingerprints)"),
-    ("entries", "id NOT IN (SELECT entry FROM blobs WHERE part = 'main' AND entry IS NOT NULL)"),
-    # A state without chunks, or with a gap. By the index alone: what is missing at the end is found by the next get.
-    (
-        "entries",
-        """id IN (SELECT b.entry FROM blobs b LEFT JOIN chunks c ON c.blob = b.id WHERE b.entry IS NOT NULL
- GROUP BY b.id HAVING count(c.blob) <> 1 + coalesce(max(c.seq), -2))""",
-    ),
-)
-
-
-def orphans(c: Connection) -> dict[str, int]:
-    """Rows, by table, that refer to something that is not there, as a shell without foreign keys may leave them."""
-    found: dict[str, int] = {}
-    for table, condition in _ORPHANS:
-        n = c.execute(f"SELECT count(*) FROM {table} WHERE {condition}").get
-        if n:
-            found[table] = found.get(table, 0) + n
-    return found
-
-
-def delete_orphans(c: Connection) -> int:
-    """Deletes them, until there are none; gives the number of rows."""
-    deleted = 0
-    while orphans(c):
-        for table, condition in _ORPHANS:
-            c.execute(f"DELETE FROM {table} WHERE {condition}")
-            deleted += c.changes()
-    return deleted
 
 
 def integrity(c: Connection) -> list[str]:
@@ -539,12 +550,6 @@ def totals(c: Connection) -> dict[str, Totals]:
         if name in found and all(isinstance(n, int) for n in sums):
             found[name] = Totals(*sums)
     return found
-
-
-def family_totals(c: Connection) -> list[tuple[int, int, int, int]]:
-    """(family, entries now, saved, reused)."""
-    sql = """SELECT f.id, (SELECT count(*) FROM meta m WHERE m.family = f.id), f.saved, f.reused FROM families f"""
-    return [(unsigned(r[0]), r[1], r[2], r[3]) for r in c.execute(sql)]
 
 
 def count_family(c: Connection, family: int, saved: int, reused: int) -> None:

@@ -75,8 +75,8 @@ class QueueIndex(Generic[P]):
             yield entry.id, key, entry.expires_at
             search = bisect_left
 
-    def after(self, cut: bool, key: bytes) -> Rows:
-        keys = self._keys[cut]
+    def after(self, key: bytes) -> Rows:
+        keys = self._keys[True]
         while True:
             with self._lock:
                 at = bisect_right(keys, key)
@@ -114,9 +114,9 @@ class Overlaid:
         stored = () if self._file is None else self._file.at_or_before(cut, key)
         return self._merged(self._queue.at_or_before(cut, key), stored, down=True)
 
-    def after(self, cut: bool, key: bytes) -> Rows:
-        stored = () if self._file is None else self._file.after(cut, key)
-        return self._merged(self._queue.after(cut, key), stored, down=False)
+    def after(self, key: bytes) -> Rows:
+        stored = () if self._file is None else self._file.after(key)
+        return self._merged(self._queue.after(key), stored, down=False)
 
     def cut_at_or_before(self, key: bytes) -> Rows:
         stored = () if self._file is None else self._file.cut_at_or_before(key)

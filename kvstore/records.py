@@ -143,6 +143,17 @@ class FamilyStats:
     reused: int
 
 
+# Why a put stores a state whole.
+WHOLE: dict[str, str] = {
+    "no_prefix": "no learned prefix is stored",
+    "saves_too_little": "a delta saves too little",
+    "unknown_layout": "its layout, or that of its prefix, is not understood",
+    "not_asked": "sharing was turned off, or it was whole where it was imported from",
+    "learned": "learned prefixes are stored whole",
+    "damaged_prefix": "its prefix is damaged",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Stats:
     """Figures of a store. Those named as counters run over the life of the file; sizes are bytes, times seconds."""
@@ -150,6 +161,8 @@ class Stats:
     entries: dict[str, int]  # by class
     size: int  # bytes as put
     stored: int  # bytes in chunks
+    size_by_class: dict[str, int]
+    stored_by_class: dict[str, int]
     file_bytes: int  # file and write-ahead log
     free_bytes: int  # inside the file, for the next put
     ram_bytes: int  # held by the RAM layer of this Store
@@ -160,12 +173,14 @@ class Stats:
     tokens_served: int
     puts: int
     shared_puts: int
+    whole_puts: dict[str, int]  # by cause, see WHOLE
     evictions: dict[str, int]  # by cause
     encode_seconds: float
     decode_seconds: float
     upkeep_alive: bool | None  # whether the background thread runs; None where this Store has none
     upkeep_failures: int  # of that thread since the Store was opened; each was logged
-    families: tuple[FamilyStats, ...]
+    n_families: int
+    families: tuple[FamilyStats, ...]  # the most used ones, 100 at most; operate.families gives all
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""

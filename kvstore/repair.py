@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from . import audit, bkvd, blobs, check, copies, db, queries, upgrade
+from . import audit, bkvd, blobs, check, copies, db, queries, queries_upkeep, upgrade
 from .check import Lenient, Problem, Progress, Unreadable
 from .db import Connection
 from .engine import Engine
@@ -45,7 +45,7 @@ def repair(engine: Engine, problems: Sequence[Problem]) -> list[int]:
             continue
     if "rows" in remedies or bad:
         _attempt(engine, audit.clear_parents)
-        _attempt(engine, queries.delete_orphans)
+        _attempt(engine, queries_upkeep.delete_orphans)
         _attempt(engine, engine.reclaim)
         _attempt(engine, audit.clear_writers)
     for id in sorted({p.entry for p in problems if p.remedy == "cuts" and p.entry is not None} - set(removed)):

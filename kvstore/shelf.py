@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from . import bkvd, prefixes, queries
+from . import bkvd, layout, policy
 from .db import Connection
 from .entry_reader import PARALLEL_DIGEST_BYTES, Damaged, EntryReader
+from .errors import LayoutError
 from .lru import Held, RamCache
 from .policy import Cuts as Cuts
 from .policy import cuts_of as cuts_of
@@ -39,18 +40,6 @@ class Parent:
     n_tokens: int
     version: tuple[int, ...]
     held: Held
-
-
-def learned_prefix(c: Connection, fingerprint: int, key: bytes, now: int) -> tuple[int, int] | None:
-    """(id, n_tokens) of the live learned entry whose tokens are the longest proper prefix of `key`."""
-    best: tuple[int, int] | None = None
-    for id, n in prefixes.prefixes_of(c, fingerprint, key[:-4], now):
-        if best is not None and n <= best[1]:
-            continue
-        found = queries.entry(c, id, fingerprint)
-        if found is not None and found.entry_class == "learned" and found.parent is None:
-            best = (id, n)
-    return best
 
 
 class Keeping:
@@ -114,7 +103,7 @@ class Shelf:
         return Parent(id, n_tokens, held.version, held)
 
     def build(
-        self, main: Bytes, draft: Bytes | None, digests: Mapping[str, bytes], parent: Parent | None, min_saved: int
+        self, main: Bytes, draft: Bytes | None, digests: Mapping[str, bytes], parent: Parent | None, min_saved: int | None
     ) -> tuple[list[Part], int]:
         """What to store for the states, against `parent` where that saves enough; and the bytes shared.
 
@@ -132,7 +121,8 @@ class Shelf:
             if parent is not None and of_parent is not None and (name == "main" or shared):
                 started = time.perf_counter()
                 known = self._reader.sample_hash(parent.held, name)
-                delta = bkvd.encode(state, of_parent, parent.id, min_saved=min_saved, content=True, parent_hash=known)
+                least = policy.least_saved(min_saved, state.size)
+                delta = bkvd.encode(state, of_parent, parent.id, min_saved=least, content=True, parent_hash=known)
                 self._spent("encode_us", time.perf_counter() - started)
             if delta is None:
                 parts.append(Part(name, "full", state, state.size, digests))
@@ -140,6 +130,16 @@ class Shelf:
                 shared += delta.shared
                 parts.append(Part(name, "bkvd", delta.data, state.size, digests))
         return parts, shared
+
+    @staticmethod
+    def why_whole(main: Bytes, parent: Parent) -> str:
+        """Why a state was not stored against `parent`."""
+        try:
+            layout.parse(main)
+            layout.parse(parent.held.main)
+        except LayoutError:
+            return "unknown_layout"
+        return "saves_too_little"
 
     def keep(self, parts: list[Part], parent: int | None, workers: Workers | None) -> Keeping | None:
         """Begins to take what is being stored into the RAM layer; None where it has no room.

@@ -15,16 +15,19 @@ from typing import Protocol, TypeAlias
 from . import blobs, policy, queries
 from .db import Connection, Database
 from .disk import free_bytes
-from .errors import BusyError, DiskFullError, OverBudgetError
+from .errors import BusyError, DiskFullError, InvalidInputError, OverBudgetError
 from .records import Entry
 
 # Pages that a transaction writes beside its chunks: the b-trees of entries, meta, blobs and totals, and the free list.
-LOG_PAGES = 24
+LOG_PAGES = 28
 # By which those grow with an entry, and what the empty schema takes.
 NEW_PAGES = 10
-BASE_PAGES = 32
+BASE_PAGES = 34
 # One eviction was seen to write up to 15 pages, most of them the same ones again for the next.
 PAGES_EVICTED = 15
+# Of one transaction that prunes: others get their turn in between.
+EVICTED_PER_BITE = 64
+PAGES_GIVEN_BACK = 1024
 Evict: TypeAlias = Callable[[Connection, int, str], None]
 Dropped: TypeAlias = list[tuple[Entry, str]]
 Transaction: TypeAlias = AbstractContextManager[tuple[Connection, Dropped]]
@@ -201,6 +204,44 @@ class Space:
                 missing=missing,
                 budget=self.budget,
             )
+
+    def check_size(self, max_bytes: int) -> None:
+        """Raises InvalidInputError where not even an empty store has room."""
+        least = BASE_PAGES * self.page_size
+        if max_bytes < least:
+            raise InvalidInputError(
+                f"max_size is {max_bytes} bytes, and an empty store can take {least}", hint=f"give at least {least} bytes"
+            )
+
+    def prune(self, max_bytes: int) -> list[Entry]:
+        """Evicts until file and log have at most max_bytes, whatever the budget is; what went."""
+        self.check_size(max_bytes)
+        most = max_bytes // self.page_size
+        gone: list[Entry] = []
+        give_up = time.monotonic() + 2 * self.database.timeout
+        while self.database.file_bytes() > max_bytes:
+            self.database.checkpoint(truncate=True)
+            with self._writing(durable=False) as (c, dropped):
+                evict = self._evictor(dropped)
+                _, pages, free = before = queries.pages(c)
+                evictions = self.bite(EVICTED_PER_BITE, PAGES_EVICTED)
+                while pages - free > most and evictions and (victim := queries.least_recently_used(c, None)) is not None:
+                    evict(c, victim, "max_size")
+                    evictions -= 1
+                    _, pages, free = queries.pages(c)
+                if (surplus := min(free, pages - most)) > 0:
+                    queries.incremental_vacuum(c, self.bite(min(surplus, PAGES_GIVEN_BACK), 3))
+                changed = queries.pages(c) != before
+            gone += [entry for entry, _ in dropped]
+            emptied = self.database.checkpoint(truncate=True)
+            if not changed and (emptied or time.monotonic() > give_up) and self.database.file_bytes() > max_bytes:
+                path, left = self.database.path, self.database.file_bytes()
+                raise BusyError(
+                    f"{path} still has {left} bytes: another process reads its log, or puts",
+                    path=path,
+                    hint="try again when it has finished",
+                )
+        return gone
 
     def give_back(self, n_pages: int) -> int:
         """Gives up to so many free pages back to the file system; how many remain free."""

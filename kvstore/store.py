@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from . import check, db, disk, layout, learning, meta, policy, prefixes, queries, upkeep
+from . import check, db, disk, layout, learning, meta, policy, prefixes, queries, queries_lists, queries_upkeep, upkeep
 from .arguments import as_array, as_tokens, choice, entry_id, is_text, whole
 from .engine import Engine
 from .errors import DiskFullError, InvalidInputError, KVStoreError, NotFoundError, StoreIOError
@@ -24,9 +24,9 @@ from .policy import cuts_of
 from .records import (
     CLASSES,
     SOURCES,
+    WHOLE,
     Entry,
     EntryClass,
-    FamilyStats,
     Match,
     SavedState,
     Source,
@@ -37,6 +37,7 @@ from .write_behind import WriteBehind
 
 ENTRIES_PER_PAGE = 256
 TRIES = 8  # of an open whose new file another process removes
+FAMILIES_SHOWN = 100
 MAX_TIMEOUT = 2_000_000  # seconds; SQLite counts milliseconds in an int
 
 
@@ -104,7 +105,7 @@ class Store:
         opened without one matches entries that were put without one, and finds entries of any fingerprint by their id.
     cache_ram_mib: bounds the bytes that the RAM layer holds (0: off, -1: no limit).
     cache_disk_mib: bounds the file with its write-ahead log (-1: no limit).
-    min_saved_mib: a state is stored as a delta where that saves at least so much.
+    min_saved_mib: a state is stored as a delta where that saves at least so much; None: an eighth of the state's size.
     write_behind: `put` returns when the entry is in RAM; `flush` waits until all is on disk. Until then an entry's `parent`
         is None and its `stored` is its size. A put that fails later is reported by the next call other than get, match, entry.
     verify: check the digest of every state that is given back.
@@ -123,7 +124,7 @@ class Store:
         fingerprint: str = "",
         cache_ram_mib: float = 8192,
         cache_disk_mib: float = -1,
-        min_saved_mib: float = 16.0,
+        min_saved_mib: float | None = None,
         write_behind: bool = False,
         verify: bool = True,
         readonly: bool = False,
@@ -138,11 +139,11 @@ class Store:
             raise InvalidInputError(f"fingerprint is {type(fingerprint).__name__}, not str")
         if not is_text(fingerprint):
             raise InvalidInputError(f"fingerprint {fingerprint!r} is no text", hint="it holds lone surrogates")
-        sizes = {"cache_ram_mib": cache_ram_mib, "cache_disk_mib": cache_disk_mib, "min_saved_mib": min_saved_mib}
-        for name, value in sizes.items():
+        sizes = {"cache_ram_mib": cache_ram_mib, "cache_disk_mib": cache_disk_mib}
+        for name, value in (sizes if min_saved_mib is None else sizes | {"min_saved_mib": min_saved_mib}).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise InvalidInputError(f"{name} is {value!r}, not a number of MiB")
-        if min_saved_mib < 0:
+        if min_saved_mib is not None and min_saved_mib < 0:
             raise InvalidInputError(f"min_saved_mib is {min_saved_mib}", hint="give 0 or more")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout <= MAX_TIMEOUT:
             raise InvalidInputError(f"timeout is {timeout!r}", hint=f"give seconds, from 0 to {MAX_TIMEOUT}")
@@ -157,7 +158,7 @@ class Store:
                 fingerprint=fingerprint,
                 ram=RamCache(policy.budget_bytes(cache_ram_mib)),
                 disk_budget=policy.budget_bytes(cache_disk_mib),
-                min_saved=int(min_saved_mib * policy.MIB),
+                min_saved=None if min_saved_mib is None else int(min_saved_mib * policy.MIB),
                 verify=verify,
             )
 
@@ -291,7 +292,7 @@ class Store:
         """
         self._engine.db.check()
         key = prefixes.key_of(as_tokens(tokens))
-        found = self._engine.past_damage(lambda: self._behind.match(key))
+        found = self._engine.past_damage(self._behind.match, key)
         if found is None:
             self._engine.tally.count("unmatched")
             return None
@@ -305,7 +306,7 @@ class Store:
         queued, entry = self._behind.lookup(entry_id(id))
         if queued:
             return entry
-        return self._engine.past_damage(lambda: self._engine.entry(int(id)))
+        return self._engine.past_damage(self._engine.entry, int(id))
 
     def entries(self, *, family: int | None = None, entry_class: EntryClass | None = None) -> Iterator[Entry]:
         """All live entries, in no particular order, read in pages: a long walk keeps no snapshot of the file open."""
@@ -318,13 +319,12 @@ class Store:
 
     def _entries(self, family: int | None, entry_class: str | None) -> Iterator[Entry]:
         engine = self._engine
-        after: int | None = -(1 << 63)
+        after: int | None = queries_lists.FIRST
         while after is not None:
             self._settle()
             with engine.db.read() as c:
-                page, after = queries.entries_page(
-                    c, after, ENTRIES_PER_PAGE, engine.scope(c), family, entry_class, engine.now()
-                )
+                wanted = queries_lists.Filter(fingerprint=engine.scope(c), family=family, entry_class=entry_class)
+                page, after = queries_lists.page(c, wanted, after, ENTRIES_PER_PAGE, engine.now())
             for entry in page:
                 yield engine.with_uses(entry)
 
@@ -396,7 +396,8 @@ class Store:
         with engine.db.exclusive(), engine.db.read() as c:
             totals = queries.totals(c)
             counts = queries.counters(c)
-            families = queries.family_totals(c)
+            families = queries_upkeep.top_families(c, FAMILIES_SHOWN)
+            n_families = queries_upkeep.family_count(c)
             page_size, _, free = queries.pages(c)
             for name, by in engine.tally.counts().items():
                 counts[name] = counts.get(name, 0) + by
@@ -405,6 +406,8 @@ class Store:
             entries={name: totals[name].entries for name in CLASSES},
             size=sum(t.size for t in totals.values()),
             stored=sum(t.stored for t in totals.values()),
+            size_by_class={name: totals[name].size for name in CLASSES},
+            stored_by_class={name: totals[name].stored for name in CLASSES},
             file_bytes=engine.db.file_bytes(),
             free_bytes=free * page_size,
             ram_bytes=engine.ram.n_bytes,
@@ -415,13 +418,15 @@ class Store:
             tokens_served=counts.get("tokens_served", 0),
             puts=counts.get("puts", 0),
             shared_puts=counts.get("shared_puts", 0),
+            whole_puts={name: counts[f"whole_{name}"] for name in WHOLE if counts.get(f"whole_{name}")},
             evictions={k[len(prefix) :]: v for k, v in sorted(counts.items()) if k.startswith(prefix)}
             | ({"ram_budget": engine.ram.evictions} if engine.ram.evictions else {}),
             encode_seconds=counts.get("encode_us", 0) / 1e6,
             decode_seconds=counts.get("decode_us", 0) / 1e6,
             upkeep_alive=None if self._upkeep is None else self._upkeep.alive,
             upkeep_failures=0 if self._upkeep is None else self._upkeep.failures,
-            families=tuple(FamilyStats(*f) for f in families),
+            n_families=n_families,
+            families=tuple(families),
         )
 
     def verify(self) -> list[check.Problem]:
@@ -429,16 +434,28 @@ class Store:
         self._settle()
         return check.verify(self._engine.db)
 
-    def gc(self) -> list[int]:
-        """Removes what expired and what failed puts left, gives all free space back to the file system; the ids that went."""
+    def gc(self, *, max_size: int | None = None) -> list[int]:
+        """Removes what expired and what failed puts left, gives all free space back to the file system; the ids that went.
+
+        max_size: also evicts, the least recently used first, learned and pinned entries last, until the file and its log
+        have at most this many bytes. Raises InvalidInputError where an empty store has more, BusyError where another
+        process keeps the log from being emptied.
+        """
         self._settle()
+        space = self._engine.space
+        if max_size is not None:
+            max_size = whole(max_size, "max_size", 1)
+            space.check_size(max_size)
         removed: list[int] = []
         engine = self._engine
         while gone := upkeep.expire(engine, 1024, wait=True):
             removed += gone
         engine.freeing(lambda: upkeep.sweep(engine))
+        upkeep.prune_families(engine)
         engine.clear_cut_off()
         removed += engine.keep_inside()
+        if max_size is not None:
+            removed += [entry.id for entry in space.prune(max_size)]
         engine.freeing(engine.space.give_back_all)
         return removed
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import re
 from collections.abc import Callable
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from . import db
+from . import db, queries_prefixes, queries_upkeep
 from .db import SCHEMA_VERSION, Connection, Database
-from .errors import ReadOnlyError, StoreIOError
+from .errors import DiskFullError, ReadOnlyError, StoreIOError
 from .header import Header
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ def prepare(
     if version == SCHEMA_VERSION:
         if not database.readonly:
             database.use_wal()
+            extend(database)
         return None
     if database.readonly and version == 0:
         raise ReadOnlyError(
@@ -71,9 +74,58 @@ def prepare(
     log.info("upgrading %s from schema version %d to %d", database.path, version, SCHEMA_VERSION)
     report = migrations.run(database, version, progress, backup=backup)
     database.use_wal()
+    extend(database)
     if report is not None:
         _tell(report)
     return report
+
+
+_ADDITIONS = "-- Additions."
+_CREATED = re.compile(r"^CREATE (?:TABLE|INDEX|TRIGGER) (?:IF NOT EXISTS )?(\w+)", re.MULTILINE)
+LISTED_AT_OPEN = 4096  # entries whose rows of `prefixes` are made at the first open, 0.1 s; the upkeep makes the others
+
+
+@functools.cache
+def _additions() -> tuple[str, frozenset[str]]:
+    """What schema.sql has of later date than the first files of this version: the SQL, and the names that it creates."""
+    text = schema_sql()
+    sql = text[text.index(_ADDITIONS) : text.index("PRAGMA user_version")]
+    return sql, frozenset(_CREATED.findall(sql))
+
+
+@functools.cache
+def _views() -> dict[str, str]:
+    """The SQL of each view for people, by its name, as SQLite keeps it."""
+    return {m[2]: m[1] for m in re.finditer(r"^(CREATE VIEW (\w+) .*?);$", schema_sql(), re.MULTILINE | re.DOTALL)}
+
+
+def _renew_views(c: Connection) -> None:
+    present = db.views(c)
+    for name, sql in _views().items():
+        if present.get(name) != sql:
+            db.run_script(c, f"DROP VIEW IF EXISTS {name}; {sql}")
+
+
+def extend(database: Database) -> None:
+    """Gives a file of the current version what an older program did not create, or someone dropped by hand."""
+    sql, names = _additions()
+    with database.exclusive() as c:
+        if names <= db.schema_names(c) and _views().items() <= db.views(c).items():
+            return
+    try:
+        with database.write() as c:
+            known = db.schema_names(c)
+            _renew_views(c)
+            if names <= known:
+                return
+            db.run_script(c, sql)
+            queries_upkeep.mark_unswept(c)  # nobody knows what was done while the triggers were not there
+            if "prefixes" not in known:
+                queries_prefixes.begin_list(c)
+                if queries_prefixes.continue_list(c, LISTED_AT_OPEN):
+                    queries_prefixes.continue_list(c, LISTED_AT_OPEN)  # where all were listed it says so
+    except DiskFullError as error:  # what is stored can still be read
+        log.warning("%s: %s; it is used without its newer indexes", database.path, error.message)
 
 
 def _tell(report: Report) -> None:

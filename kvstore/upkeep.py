@@ -8,14 +8,17 @@ import time
 import weakref
 from collections.abc import Callable
 
-from . import queries
+from . import queries, queries_prefixes, queries_upkeep
 from .engine import LOG_BYTES, Engine
 from .errors import KVStoreError
 from .space import PAGES_EVICTED
 
 log = logging.getLogger("kvstore")
 TICK_SECONDS = 1.0
-EXPIRED_PER_BITE = 16
+EXPIRED_PER_BITE = 256
+EXPIRED_BYTES_PER_BITE = 256 << 20  # SQLite reads each page that it frees
+HASHED_PER_BITE = 1000
+PRUNE_SECONDS = 60.0
 FREE_PAGES_PER_BITE = 256  # 16 MiB
 # Free pages and the log's file wait this long for a put that can use them: with a new log 256 MiB took 0.05 s longer.
 QUIET_SECONDS = 10.0
@@ -31,18 +34,51 @@ def expire(engine: Engine, limit: int = EXPIRED_PER_BITE, *, wait: bool = False)
 def _expire(engine: Engine, limit: int, wait: bool) -> list[int]:
     engine.space.empty_log(wait=wait)
     with engine.writing(durable=False, wait=wait) as (c, dropped):
-        for id in queries.expired(c, engine.now(), engine.space.bite(limit, PAGES_EVICTED)):
+        n_bytes = 0
+        for id, stored in queries.expired(c, engine.now(), engine.space.bite(limit, PAGES_EVICTED)):
+            n_bytes += stored
+            if dropped and n_bytes > EXPIRED_BYTES_PER_BITE:
+                break
             engine.drop(c, id, "expired", dropped)
     return [entry.id for entry, _ in dropped]
 
 
 def sweep(engine: Engine) -> int:
-    """Deletes rows that refer to nothing, as a shell without foreign keys may leave them; gives their number."""
+    """Deletes rows that refer to nothing, as a shell without foreign keys may leave them; gives their number.
+
+    Looks only where something was changed by hand: the triggers of schema.sql note that.
+    """
     with engine.db.read() as c:
-        if not queries.orphans(c):
+        seen = queries_upkeep.unswept(c)
+        if not seen:
             return 0
+        found = queries_upkeep.orphans(c)
     with engine.db.write() as c:
-        return queries.delete_orphans(c)
+        deleted = queries_upkeep.delete_orphans(c) if found else 0
+        queries_upkeep.mark_swept(c, queries_upkeep.unswept(c) if found else seen)
+    return deleted
+
+
+def prune_families(engine: Engine) -> int:
+    """Deletes families that nothing belongs to any more, the least used first, beyond those that are kept."""
+    with engine.db.read() as c:
+        surplus = queries_upkeep.surplus_families(c)
+    if surplus <= 0:
+        return 0
+    with engine.db.write(durable=False) as c:
+        # A quarter more, so that it is not done again for each that comes.
+        return queries_upkeep.prune_families(c, surplus + queries_upkeep.FAMILIES_KEPT // 4)
+
+
+def hash_prefixes(engine: Engine, limit: int = HASHED_PER_BITE) -> bool:
+    """Makes rows of `prefixes` that older or other programs did not; True where some were missing."""
+    with engine.db.read() as c:
+        listed = queries_prefixes.complete(c)
+        if listed and not queries_prefixes.missing_hashes(c):
+            return False
+    with engine.db.write(durable=False) as c:
+        more = not listed and queries_prefixes.continue_list(c, limit)
+        return bool(queries_prefixes.set_missing_hashes(c, limit)) or more
 
 
 class Upkeep:
@@ -56,6 +92,8 @@ class Upkeep:
         self._swept = False
         self.failures = 0
         self._reported = ""
+        self._hashed = False
+        self._pruned = -PRUNE_SECONDS
         self._thread = threading.Thread(target=self._run, name="kvstore-upkeep", daemon=True)
         self._thread.start()
 
@@ -99,6 +137,8 @@ class Upkeep:
             lambda: engine.clear_cut_off(wait=False),
             lambda: self._flush(engine),
             lambda: self._sweep(engine),
+            lambda: self._hash_prefixes(engine),
+            lambda: self._prune(engine),
             lambda: self._expire(engine),
             self._learn or (lambda: None),
             lambda: self._give_back(engine) if quiet else None,
@@ -126,6 +166,17 @@ class Upkeep:
         if not self._swept:
             sweep(engine)
             self._swept = True
+
+    def _hash_prefixes(self, engine: Engine) -> None:
+        if not self._hashed:
+            while hash_prefixes(engine) and not self._stop.is_set():
+                pass
+            self._hashed = True
+
+    def _prune(self, engine: Engine) -> None:
+        if time.monotonic() - self._pruned > PRUNE_SECONDS:
+            prune_families(engine)
+            self._pruned = time.monotonic()
 
     def _expire(self, engine: Engine) -> None:
         while expire(engine) and not self._stop.is_set():

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from . import policy, prefixes, queries
+from .db import Connection
 from .engine import Engine
 from .errors import ClosedError, KVStoreError, WriteBehindError
 from .hashing import Digests
@@ -174,7 +175,7 @@ class WriteBehind:
                 old = queries.entry(c, id, fingerprint)
                 if newest is None and old is not None and not _expired(old, now) and not self._is_hidden(id):
                     wanted = policy.merged_class((old.entry_class, old.source), wanted)
-            for id, n in list(prefixes.prefixes_of(c, fingerprint, job.key[:-4], now)):
+            for id, n in prefixes.whole_prefixes(c, self._engine.filters, fingerprint, job.key[:-4], now, "any"):
                 old = queries.entry(c, id, fingerprint)
                 if old is None or self._is_hidden(id) or self._is_queued(id):
                     continue
@@ -273,8 +274,7 @@ class WriteBehind:
         def look() -> tuple[Entry, int] | None:
             with engine.db.read() as c:
                 fingerprint = engine.fingerprint_id(c)
-                file = None if fingerprint is None else prefixes.FileIndex(c, fingerprint)
-                found = prefixes.longest_in(Overlaid(self._index, file, self._shadows), key, engine.now())
+                found = self._longest(c, fingerprint, key)
                 if found is None:
                     return None
                 known, entry = self.lookup(found[0])
@@ -283,6 +283,27 @@ class WriteBehind:
             return None if entry is None else (entry, found[1])
 
         return self._steady(look)
+
+    def _longest(self, c: Connection, fingerprint: int | None, key: bytes) -> tuple[int, int] | None:
+        """(id, n_common) of the best entry of queue and file."""
+        filters, now = self._engine.filters, self._engine.now()
+        if fingerprint is None:
+            return prefixes.longest_in(self._index, key, now)
+        with self._lock:
+            empty = not self._queue
+        if empty:
+            return prefixes.longest(c, filters, fingerprint, key, now)
+        both = Overlaid(self._index, prefixes.FileIndex(c, fingerprint), self._shadows)
+        try:
+            return prefixes.longest_in(both, key, now, prefixes.WALK_STEPS)
+        except prefixes.TooLong:
+            stored = prefixes.longest(c, filters, fingerprint, key, now)
+        if stored is not None and self._shadows(stored[0]):
+            return prefixes.longest_in(both, key, now)
+        queued = prefixes.longest_in(self._index, key, now)
+        if stored is None or (queued is not None and queued[1] > stored[1]):
+            return queued
+        return stored
 
     def _shadows(self, id: int) -> bool:
         """Whether the queue has something newer than the file's entry of this id."""

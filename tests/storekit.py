@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import apsw
 import layout_states
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +80,13 @@ def dump(store: Store) -> dict[int, tuple[bytes, bytes, bytes | None, str, int |
         draft = None if saved.draft is None else saved.draft.tobytes()
         out[entry.id] = (saved.tokens.tobytes(), saved.main.tobytes(), draft, entry.entry_class, entry.parent)
     return out
+
+
+def connect(path: Path) -> apsw.Connection:
+    """A connection of another program, in this process; by the same SQLite, so that its locks are seen."""
+    connection = apsw.Connection(str(path))
+    connection.set_busy_timeout(20_000)
+    return connection
 
 
 def file_bytes(path: Path) -> int:

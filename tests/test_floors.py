@@ -17,9 +17,9 @@ FLOORS: list[set[str]] = [
     {"arguments", "bkvd", "db", "hashing", "layout", "layout_cells", "layout_convert", "layout_crop", "layout_parse",
      "layout_recurrent", "layout_types", "lru", "meta", "policy", "slotfile", "wal", "workers", "writers"},
     # the file's tables
-    {"audit", "queries", "upgrade", "migrations"},
+    {"audit", "queries", "queries_lists", "queries_prefixes", "queries_upkeep", "upgrade", "migrations"},
     # what is made of rows
-    {"blobs", "entry_reader", "job", "prefixes", "tally"},
+    {"blobs", "entry_reader", "expired_runs", "job", "prefix_filter", "prefixes", "tally"},
     # a store at work
     {"check", "copies", "engine", "learning", "operate", "queue_index", "repair", "shelf", "space", "store", "upkeep",
      "write_behind"},

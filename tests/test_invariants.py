@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import storekit
 
-from kvstore import Store
+from kvstore import Store, operate
 from kvstore.queries import signed
 from kvstore.upgrade import schema_sql
 
@@ -53,7 +53,7 @@ def broken(path: Path, sql: str, ids: Ids, *, triggers: bool = True) -> set[tupl
 
 def test_every_invariant_has_a_test() -> None:
     named = re.findall(r"^--   ([a-z-]+)  +\S", schema_sql(), re.MULTILINE)
-    assert len(named) == 8
+    assert len(named) == 9
     assert {f"test_{name.replace('-', '_')}" for name in named} <= set(globals())
 
 
@@ -164,3 +164,29 @@ def test_totals(path: Path, ids: Ids, sql: str) -> None:
 )  # fmt: skip
 def test_cuts(path: Path, ids: Ids, sql: str, entry: str) -> None:
     assert {("cuts", entry)} == broken(path, sql, ids)
+
+
+@pytest.mark.parametrize(
+    ("sql", "entry"),
+    [
+        ("DELETE FROM prefixes WHERE n_tokens = 10", "cuts"),
+        ("DELETE FROM prefixes WHERE cut = 0 AND entry = <draft>", "draft"),
+        ("UPDATE prefixes SET hash = hash + 1 WHERE n_tokens = 30", "cuts"),
+        ("UPDATE prefixes SET fingerprint = 77 WHERE n_tokens = 30", "cuts"),
+        ("INSERT INTO prefixes(entry, fingerprint, n_tokens, cut) VALUES(<cuts>, 1, 11, 1)", "cuts"),
+        ("INSERT INTO prefixes(entry, fingerprint, n_tokens, cut) VALUES(<parent>, 1, 100, 0)", "parent"),
+    ],
+)
+def test_prefixes(path: Path, ids: Ids, sql: str, entry: str) -> None:
+    assert {("prefixes", entry)} == broken(path, sql, ids)
+    with Store(path) as store:
+        operate.repair(store, store.verify())
+        assert store.verify() == []
+
+
+def test_a_hash_that_is_not_computed_yet_is_no_problem(path: Path, ids: Ids) -> None:
+    assert broken(path, "UPDATE prefixes SET hash = NULL", ids) == set()
+    with Store(path, readonly=True) as store:
+        found = store.match([*range(200, 240), 5])
+        assert found is not None
+        assert (found.entry.id, found.n_common) == (ids["cuts"], 30)

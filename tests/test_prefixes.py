@@ -5,17 +5,20 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import apsw
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import storekit
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from storekit import noise, real, recurrent_state, state
 
-from kvstore import NotFoundError, Store
+from kvstore import NotFoundError, Store, expired_runs, prefix_filter, prefixes, upgrade, upkeep
+from kvstore.queries import signed
 
 # Byte patterns that a wrong order of comparison would trip over: sign bits, 0x00 and 0xff at either end of a token.
 TOKENS = [0, 1, -1, 255, 256, 0x00FF0000, -(1 << 31), (1 << 31) - 1, 0x01000000, -256, 0xFF00, 0x00FFFF00]
@@ -190,8 +193,6 @@ def test_long_keys_are_compared_to_the_end(store: Store) -> None:
 
 
 def test_match_sees_puts_that_are_not_on_disk_yet(open_store: Any, path: Any) -> None:
-    import apsw
-
     store = open_store(write_behind=True)
     on_disk = [1, 2, 3, 4]
     put(store, on_disk, ANYWHERE)
@@ -240,3 +241,150 @@ def test_noise_is_never_cut(store: Store) -> None:
         assert store.match([seed, 1]) is None
         assert store.match([seed, 1, 2]) is not None
         assert store.entry(put_at.id) is not None
+
+
+# -- many entries: the walk gives way to the hashes, and to what is remembered of expired ones
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes over among many entries takes over among a few."""
+    monkeypatch.setattr(prefixes, "WALK_STEPS", 0)
+    monkeypatch.setattr(prefix_filter, "RECENT_ROWS", 4)
+    monkeypatch.setattr(prefix_filter, "STALE_ROWS", 2)
+    monkeypatch.setattr(expired_runs, "PASSED", 1)
+    monkeypatch.setattr(expired_runs, "NEW_KEPT", 2)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    entries=st.lists(entry_of(), min_size=1, max_size=14),
+    requests=st.lists(tokens_of, min_size=1, max_size=6),
+    at=st.integers(0, 12),
+)
+def test_the_filter_and_the_walk_find_the_same(
+    few_steps: None,
+    entries: list[tuple[list[int], Sequence[int] | None, str, bool]],
+    requests: list[list[int]],
+    at: int,
+) -> None:
+    """Puts, expiries, renewals and deletions between matches, through two stores that open one file."""
+    now, ahead = time.time(), 0.0
+    rows: dict[tuple[int, ...], Row] = {}
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        patch.setattr(upkeep, "TICK_SECONDS", 1000)
+        patch.setattr(time, "time", lambda: now + ahead)
+        mine, other = (stack.enter_context(Store(f"{folder}/kv", cache_ram_mib=0)) for _ in range(2))
+        reader = stack.enter_context(Store(f"{folder}/kv", cache_ram_mib=0, readonly=True))
+        for i, (tokens, cuts, _, expires) in enumerate(entries):
+            store = (mine, other)[i % 2]
+            rows[tuple(tokens)] = Row(put(store, tokens, cuts, ttl=10 if expires else None), tuple(tokens), cuts, False)
+            if i == at:
+                ahead = 11
+                for row in rows.values():
+                    found = other.entry(row.id)
+                    row.expired = found is None
+            for request in [*requests, [*tokens, 1], tokens[:-1] or [5]]:
+                check(mine, list(rows.values()), request)
+                check(reader, list(rows.values()), request)
+        for key in list(rows)[::2]:
+            (mine if len(key) % 2 else other).delete(rows.pop(key).id)
+        for key, row in rows.items():
+            if row.expired:  # the same tokens again make it live
+                row.id, row.expired = put(other, key, row.cuts), False
+        for request in [*requests, *([*key, 1] for key in rows), *map(list, rows)]:
+            for store in (mine, other, reader):
+                check(store, list(rows.values()), request)
+        assert mine.verify() == []
+
+
+def test_what_an_expiry_that_is_put_off_serves_is_found_again(
+    few_steps: None, open_store: Any, path: Any
+) -> None:
+    """Whoever changes it: here another program."""
+    store = open_store()
+    store._upkeep.stop()  # the expired ones stay
+    ids = {n: put(store, [1, 2, 3, n], ANYWHERE if n < 10 else NOWHERE, ttl=1000) for n in range(5, 15)}
+    with closing(storekit.connect(path)) as c:
+        c.execute("UPDATE meta SET expires_at = 5")
+    for n in range(4, 16):
+        assert store.match([1, 2, 3, n, 1]) is None
+    with closing(storekit.connect(path)) as c:
+        c.execute("UPDATE meta SET expires_at = NULL WHERE entry IN (?, ?)", (signed(ids[7]), signed(ids[12])))
+    for n, expected in ((7, (ids[7], 4)), (12, (ids[12], 4)), (8, (ids[7], 3))):
+        found = store.match([1, 2, 3, n, 1])
+        assert found is not None
+        assert (found.entry.id, found.n_common) == expected
+
+
+def test_entries_that_sql_wrote_are_found(few_steps: None, open_store: Any, path: Any) -> None:
+    store = open_store()
+    id = put(store, [1, 2, 3], NOWHERE)
+    assert store.match([1, 2, 3, 4, 5]) is not None
+    tokens = np.arange(1, 5, dtype="<i4").tobytes()
+    with closing(storekit.connect(path)) as c:
+        c.execute("INSERT INTO entries(id, fingerprint, cut_any, n_tokens, tokens) VALUES(77, 1, 0, 4, ?)", (tokens,))
+        columns = ", ".join(r[1] for r in c.execute("PRAGMA table_info(meta)") if r[1] != "entry")
+        c.execute(f"INSERT INTO meta(entry, {columns}) SELECT 77, {columns} FROM meta WHERE entry = ?", (signed(id),))
+    found = store.match([1, 2, 3, 4, 5])
+    assert found is not None
+    assert (found.entry.id, found.n_common) == (77, 4)
+
+
+@pytest.mark.parametrize("cuts", [ANYWHERE, NOWHERE])
+@pytest.mark.parametrize("steps", [0, 1000])
+def test_a_put_among_many_finds_its_prefixes(
+    cuts: Any, steps: int, open_store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learned prefix that it is stored against, and the entries that it serves: by the walk, and without."""
+    monkeypatch.setattr(prefixes, "WALK_STEPS", steps)
+    store = open_store()
+    document = list(range(100, 160))
+    for n in range(1, 60):
+        put(store, [*document[:n], 5 + n % 3], cuts)
+    learned = store.put(document[:40], state(document[:40]), entry_class="learned")
+    pinned = store.put(document[:45], state(document[:45]), entry_class="pinned", share=False)
+    contained = store.put(document[:50], noise(3, 100) if cuts == NOWHERE else state(document[:50]))
+    entry = store.put(document, state(document))
+    assert entry.parent == learned.id
+    assert store.entry(contained.id) is None
+    assert store.entry(pinned.id) is not None
+    assert len(list(store.entries())) == 59 + 3
+
+
+def test_a_file_of_an_older_program_gets_its_rows(few_steps: None, path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read-only it answers as it is; opened for writing it gets tables, indexes and triggers, in steps where it is large."""
+    monkeypatch.setattr(upgrade, "LISTED_AT_OPEN", 2)
+    monkeypatch.setattr(upkeep, "HASHED_PER_BITE", 2)
+    keys = [[*range(n), 50, n] for n in range(1, 9)]
+    with Store(path) as store:
+        for key in keys:
+            put(store, key, NOWHERE if len(key) % 2 else (1, 2))
+    with closing(storekit.connect(path)) as c:
+        sql = "SELECT name FROM sqlite_schema WHERE type = 'trigger' AND name NOT LIKE 'meta_%'"
+        for (name,) in c.execute(sql).fetchall():
+            c.execute(f"DROP TRIGGER {name}")
+        c.execute("DROP TABLE prefixes; DROP INDEX entries_by_end; DROP INDEX meta_by_class; DELETE FROM counters")
+
+    def served(store: Store) -> list[int]:
+        found = [store.match([*key, 9]) for key in keys]
+        return [0 if m is None else m.n_common for m in found]
+
+    with Store(path, readonly=True) as store:
+        assert served(store) == [len(key) for key in keys]
+        assert store.verify() == []
+    with Store(path) as store:
+        assert served(store) == [len(key) for key in keys]
+        store.gc()
+        assert store.verify() == []
+        ends = time.monotonic() + 20
+        while True:
+            with closing(storekit.connect(path)) as c:
+                left = c.execute("SELECT count(*) FROM counters WHERE name = 'unlisted'").fetchone()[0]
+                left += c.execute("SELECT count(*) FROM prefixes WHERE hash IS NULL").fetchone()[0]
+            if not left:
+                break
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+        assert served(store) == [len(key) for key in keys]
+        assert store.verify() == []

@@ -25,7 +25,7 @@ SIGNATURES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "Store": (
         Store.__init__,
         {"self": REQUIRED, "path": REQUIRED},
-        {"fingerprint": "", "cache_ram_mib": 8192, "cache_disk_mib": -1, "min_saved_mib": 16.0, "write_behind": False,
+        {"fingerprint": "", "cache_ram_mib": 8192, "cache_disk_mib": -1, "min_saved_mib": None, "write_behind": False,
          "verify": True, "readonly": False, "auto_learn": False},
     ),
     "put": (
@@ -44,7 +44,7 @@ SIGNATURES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "learn": (Store.learn, {"self": REQUIRED, "tokens": REQUIRED, "n_tokens": None}, {}),
     "stats": (Store.stats, {"self": REQUIRED}, {}),
     "verify": (Store.verify, {"self": REQUIRED}, {}),
-    "gc": (Store.gc, {"self": REQUIRED}, {}),
+    "gc": (Store.gc, {"self": REQUIRED}, {"max_size": None}),
     "flush": (Store.flush, {"self": REQUIRED}, {}),
     "close": (Store.close, {"self": REQUIRED}, {}),
     "bkvd.encode": (

@@ -16,13 +16,14 @@ import click
 import numpy as np
 from click.shell_completion import CompletionItem
 
-from .. import Entry, InvalidInputError, KVStoreError, NotFoundError, Store, StoreIOError, fsutil, units
+from .. import Entry, InvalidInputError, KVStoreError, NotFoundError, Store, StoreIOError, fsutil, operate, units
 from ..printable import Formatter, json_text
 from . import screen
 
 F = TypeVar("F", bound=Callable[..., Any])
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell sees SIGINT and SIGPIPE
 MAX_CANDIDATES = 10
+MAX_COUNTED = 1000
 
 
 class _PipeClosed(Exception):
@@ -112,10 +113,11 @@ def _complete_store(ctx: click.Context, param: click.Parameter, incomplete: str)
 def complete_id(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     try:
         with open_store(ctx.params["store"], ctx.params.get("key_file")) as store:
-            found = [e for e in store.entries() if e.hex_id.startswith(incomplete.lower())]
+            latest = operate.listing(store, order="used", limit=200)
+            found = operate.find(store, incomplete, 200) if incomplete else list(latest)
     except (KVStoreError, KeyError, OSError):
         return []
-    return [CompletionItem(e.hex_id, help=f"{e.n_tokens} tokens  {screen.excerpt(e.excerpt)[:60]}") for e in found[:200]]
+    return [CompletionItem(e.hex_id, help=f"{e.n_tokens} tokens  {screen.excerpt(e.excerpt)[:60]}") for e in found]
 
 
 def common(function: F) -> F:
@@ -151,17 +153,7 @@ def find(store: Store, wanted: Sequence[str]) -> list[Entry]:
     for text in prefixes:
         if not re.fullmatch("[0-9a-f]{1,16}", text):
             raise InvalidInputError(f"{text!r} is not an id", hint="ids are 1 to 16 hex digits: see `kvstore ls`")
-    short = {p for p in prefixes if len(p) < 16}
-    matches: dict[str, list[Entry]] = {p: [] for p in prefixes}
-    if short:
-        for entry in store.entries():
-            for prefix in short:
-                if entry.hex_id.startswith(prefix):
-                    matches[prefix].append(entry)
-    for prefix in set(prefixes) - short:
-        found = store.entry(int(prefix, 16)) if int(prefix, 16) else None
-        matches[prefix] = [] if found is None else [found]
-    return [_only(prefix, matches[prefix]) for prefix in dict.fromkeys(prefixes)]
+    return [_only(prefix, operate.find(store, prefix, MAX_COUNTED + 1)) for prefix in dict.fromkeys(prefixes)]
 
 
 def _only(prefix: str, found: list[Entry]) -> Entry:
@@ -169,9 +161,11 @@ def _only(prefix: str, found: list[Entry]) -> Entry:
         raise NotFoundError(f"no entry {prefix}", hint="see `kvstore ls`", id=prefix)
     if len(found) > 1:
         lines = [f"\n  {e.hex_id}  {e.n_tokens:,} tokens  {screen.excerpt(e.excerpt)[:50]}".rstrip() for e in found]
-        more = f"\n  and {len(found) - MAX_CANDIDATES} more" if len(found) > MAX_CANDIDATES else ""
+        many = len(found) > MAX_COUNTED
+        found = found[:MAX_COUNTED]
+        more = f"\n  and {len(found) - MAX_CANDIDATES}{' or' * many} more" if len(found) > MAX_CANDIDATES else ""
         raise InvalidInputError(
-            f"{prefix} is the start of {len(found)} ids:" + "".join(lines[:MAX_CANDIDATES]) + more,
+            f"{prefix} is the start of {'more than ' * many}{len(found)} ids:" + "".join(lines[:MAX_CANDIDATES]) + more,
             hint="give more digits",
             candidates=[e.hex_id for e in found],
         )
@@ -250,6 +244,24 @@ def confirm(yes: bool, what: str) -> None:
     if not click.confirm(f"{what}. Go on?", err=True):
         screen.note("nothing was done")
         raise click.exceptions.Exit(1)
+
+
+class Size(click.ParamType[int]):
+    """Bytes: a number with K, M, G or T (of 1024 each; KB and KiB say the same), or B."""
+
+    name = "size"
+    _units = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?(?:(B)|([KMGT])(?:I?B)?)?", value.strip().upper(), re.ASCII)
+        if not match or not float(match[1]):
+            self.fail(f"{value!r} is not a size: give 500M, 2G, 1.5T", param, ctx)
+        unit = match[2] or match[3]
+        if unit is None:
+            self.fail(f"{value!r} has no unit: give {value}M or {value}G, or {value}B for bytes", param, ctx)
+        return int(float(match[1]) * self._units[unit])
 
 
 def tokens_of(text: str) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import click
 
-from .. import Entry, NotFoundError, operate
+from .. import Entry, NotFoundError, Store, operate
 from . import base, screen
 from .look import family_of
 
@@ -46,27 +48,23 @@ def rm(
     if bool(ids) == bool(chosen):
         base.usage("give ids, or options that choose entries, not both" if ids else "give ids, or options that choose entries")
     with base.open_store(store, key_file, readonly=dry_run) as opened:
-        entries = list(opened.entries())
-        if ids:
-            gone = base.find(opened, ids)
-        else:
-            number = family_of(family)
-            gone = [e for e in entries if _chosen(e, number, unused, older, entry_class)]
-        going = {e.id for e in gone}
-        orphans = _stored_against(entries, going)
+        gone = _Going(opened, base.find(opened, ids) if ids else None, family_of(family), unused, older or None, entry_class)
+        orphans = gone.orphans()
         if orphans and children is None:
-            names = ", ".join(sorted(e.hex_id for e in orphans)[:5])
+            names = ", ".join(sorted(orphans)[:5])
             base.usage(
                 f"{screen.plural(len(orphans), 'entry is', 'entries are')} stored against these ({names}"
                 f"{', ...' if len(orphans) > 5 else ''}): give --children keep or --children drop"
             )
-        removed = [e.hex_id for e in gone] + ([e.hex_id for e in orphans] if children == "drop" else [])
-        if not dry_run:
-            if len(removed) > 1:
-                base.confirm(yes, f"{len(removed):,} entries of {store} would be removed")
-            removed = []
-            # Children before parents, which have fewer tokens: none is rebuilt that goes as well.
-            for entry in sorted(gone, key=lambda e: -e.n_tokens):
+        also = orphans if children == "drop" else []
+        removed: list[str] = []
+        if dry_run:
+            removed = [e.hex_id for e in gone.entries()] + also
+        else:
+            n = sum(1 for _ in gone.entries()) + len(also)
+            if n > 1:
+                base.confirm(yes, f"{n:,} entries of {store} would be removed")
+            for entry in gone.children_first():
                 removed += [f"{id:016x}" for id in opened.delete(entry.id, children=children or "drop")]
             if secure:
                 operate.wipe(opened)
@@ -78,23 +76,60 @@ def rm(
         screen.note(f"{screen.plural(len(removed), 'entry', 'entries')} {'would be ' if dry_run else ''}removed")
 
 
-def _stored_against(entries: list[Entry], going: set[int]) -> list[Entry]:
-    """The entries that need one of those that go, at any depth: a parent has fewer tokens than its children."""
-    needs, found = set(going), []
-    for e in sorted(entries, key=lambda e: e.n_tokens):
-        if e.parent in needs and e.id not in needs:
-            needs.add(e.id)
-            found.append(e)
-    return found
+@dataclass(frozen=True)
+class _Going:
+    """What `rm` is to remove: `found` by their ids, or what the options choose, which is read in pages."""
 
+    opened: Store
+    found: list[Entry] | None
+    family: int | None
+    unused: bool
+    older: int | None
+    entry_class: Any
 
-def _chosen(e: Entry, family: int | None, unused: bool, older: int | None, entry_class: str | None) -> bool:
-    return (
-        (family is None or e.family == family)
-        and not (unused and e.hits)
-        and (older is None or screen.seconds_since(e.last_used) >= older)
-        and e.entry_class == (entry_class or "normal")
-    )
+    def entries(self) -> Iterator[Entry]:
+        if self.found is not None:
+            return iter(self.found)
+        return operate.listing(
+            self.opened,
+            family=self.family,
+            unused=self.unused,
+            idle=self.older,
+            entry_class=self.entry_class or "normal",
+        )
+
+    def children_first(self) -> Iterator[Entry]:
+        """Children before parents: none is rebuilt that goes as well. An entry may come again when it is gone."""
+        for entry in self.entries():
+            yield from self._below(entry)
+
+    def _below(self, entry: Entry) -> Iterator[Entry]:
+        for child in operate.listing(self.opened, parent=entry.id):
+            if self._has(child) and child.n_tokens > entry.n_tokens:
+                yield from self._below(child)
+        yield entry
+
+    def _has(self, e: Entry) -> bool:
+        if self.found is not None:
+            return any(e.id == f.id for f in self.found)
+        return (
+            (self.family is None or e.family == self.family)
+            and not (self.unused and e.hits)
+            and (self.older is None or screen.seconds_since(e.last_used) >= self.older)
+            and e.entry_class == (self.entry_class or "normal")
+        )
+
+    def orphans(self) -> list[str]:
+        """The ids of entries that stay, and need one that goes, at any depth."""
+        parents = [e.id for e in (operate.parents(self.opened) if self.found is None else self.found) if self._has(e)]
+        found: dict[int, str] = {}
+        while parents:
+            id = parents.pop()
+            for child in operate.listing(self.opened, parent=id):
+                if child.id not in found and not self._has(child):
+                    found[child.id] = child.hex_id
+                    parents.append(child.id)
+        return list(found.values())
 
 
 @click.command("set", epilog=base.example("kvstore set cache.db 3f2a --class pinned", "kvstore set cache.db 3f2a --ttl 7d"))
@@ -129,7 +164,7 @@ def set_(
 @click.option("--n-tokens", type=click.IntRange(1), help="How many of its tokens; without it all.")
 @click.option("--tokens", help="The prefix itself: a JSON list, or a file with one.")
 @click.option("--fingerprint", default=None, help="With --tokens: of the entries to look among.")
-@click.option("--min-saved", type=base.size(), default=16.0, show_default=True,
+@click.option("--min-saved", type=base.size(), default=None, show_default="an eighth of each state",
               help="Share where it saves this much: 16 (MiB), 512K, 1G.")
 def learn(
     store: str,
@@ -139,7 +174,7 @@ def learn(
     n_tokens: int | None,
     tokens: str | None,
     fingerprint: str | None,
-    min_saved: float,
+    min_saved: float | None,
 ) -> None:
     """Cut a learned prefix out of a stored state.
 
@@ -155,11 +190,12 @@ def learn(
     with base.open_store(
         store, key_file, readonly=False, fingerprint=fingerprint or "", min_saved_mib=min_saved
     ) as opened:
-        before = {e.id: e for e in opened.entries()}
+        before = opened.stats().stored
         learned = opened.learn(wanted, n_tokens)
-        shared = [e for e in opened.entries() if e.parent == learned.id and e.id in before]
-        saved = sum(before[e.id].stored - e.stored for e in shared)
         found = opened.entry(learned.id)
+        # What was stored before, and is not now: the prefix itself comes on top.
+        saved = max(0, before + (0 if found is None else found.stored) - opened.stats().stored)
+        shared = list(operate.listing(opened, parent=learned.id))
     if found is None:
         raise NotFoundError(f"entry {learned.hex_id} is gone", id=learned.hex_id)
     if as_json:
@@ -172,14 +208,16 @@ def learn(
     )
 
 
-@click.command(epilog=base.example("kvstore gc cache.db", "kvstore gc cache.db --secure"))
+@click.command(epilog=base.example("kvstore gc cache.db", "kvstore gc cache.db --max-size 2G", "kvstore gc cache.db --secure"))
 @base.common
 @click.option("--secure", is_flag=True, help="Also wipe what was deleted before: the file is written anew.")
-def gc(store: str, key_file: str | None, as_json: bool, secure: bool) -> None:
+@click.option("--max-size", type=base.Size(),
+              help="Also remove the least recently used until the file has at most this size: 500M, 2G, 1.5T.")
+def gc(store: str, key_file: str | None, as_json: bool, secure: bool, max_size: int | None) -> None:
     """Remove what has expired, and give free space back to the disk."""
     with base.open_store(store, key_file, readonly=False) as opened:
         before = opened.stats().file_bytes
-        removed = opened.gc()
+        removed = opened.gc(max_size=max_size)
         if secure:
             operate.wipe(opened)
         after = opened.stats().file_bytes
@@ -189,7 +227,7 @@ def gc(store: str, key_file: str | None, as_json: bool, secure: bool) -> None:
         return
     screen.pairs(
         [
-            ("expired", screen.plural(len(removed), "entry", "entries")),
+            ("removed" if max_size is not None else "expired", screen.plural(len(removed), "entry", "entries")),
             ("file", f"{screen.mib(after)} MiB, {screen.mib(before)} before"),
             *([("wiped", "nothing that was deleted is left in the file")] if secure else []),
         ]

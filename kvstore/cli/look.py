@@ -15,16 +15,10 @@ from rich.text import Text
 from rich.tree import Tree
 
 from .. import Entry, LayoutError, Store, layout, operate, slotfile
+from ..records import WHOLE
 from . import base, screen
 
-SORTS: dict[str, Callable[[Entry], Any]] = {
-    "used": lambda e: -e.last_used,
-    "created": lambda e: -e.created_at,
-    "size": lambda e: -e.size,
-    "stored": lambda e: -e.stored,
-    "tokens": lambda e: -e.n_tokens,
-    "hits": lambda e: -e.hits,
-}
+SORTS = ("used", "created", "size", "stored", "tokens", "hits")
 NARROW = 100  # columns
 STYLES = {"learned": "cyan", "pinned": "yellow", "normal": ""}
 
@@ -65,9 +59,12 @@ def ls(
     """List the entries of STORE, the last used first."""
     number = family_of(family)
 
-    def look(opened: Store) -> list[Entry]:
-        found = [e for e in opened.entries(family=number, entry_class=entry_class) if not (unused and e.hits)]
-        return sorted(found, key=SORTS[sort])[:limit]
+    def look(opened: Store, most: int | None = None) -> list[Entry]:
+        first = min((n for n in (limit, most) if n is not None), default=None)
+        chosen = operate.listing(
+            opened, order=sort, limit=first, family=number, entry_class=entry_class, unused=unused
+        )
+        return list(chosen)
 
     with base.open_store(store, key_file) as opened:
         if watch:
@@ -100,7 +97,7 @@ def _table(entries: list[Entry], full_ids: bool) -> screen.Grid:
 
 
 def _watch(
-    opened: Store, look: Callable[[Store], list[Entry]], every: float, as_json: bool, full_ids: bool
+    opened: Store, look: Callable[..., list[Entry]], every: float, as_json: bool, full_ids: bool
 ) -> None:
     def summary() -> Text:
         stats = opened.stats()
@@ -122,7 +119,7 @@ def _watch(
                 time.sleep(every)
         with Live(console=Console(highlight=False), auto_refresh=False, screen=True) as live:
             while True:
-                rows = look(opened)[: max(1, live.console.size.height - 3)]
+                rows = look(opened, max(1, live.console.size.height - 3))
                 live.update(Group(summary(), Text(""), _table(rows, full_ids).table), refresh=True)
                 time.sleep(every)
     except KeyboardInterrupt:
@@ -139,7 +136,7 @@ def show(store: str, key_file: str | None, as_json: bool, id: str, with_layout: 
     with base.open_store(store, key_file) as opened:
         (entry,) = base.find(opened, [id])
         fingerprint, head = operate.fingerprint(opened, entry.id), operate.head(opened, entry.id)
-        children = [e for e in opened.entries() if e.parent == entry.id]
+        children = [e.hex_id for e in operate.listing(opened, parent=entry.id)]
         item = operate.export(opened, entry.id) if with_layout or with_tokens else None
     came = None
     if head is not None:
@@ -151,7 +148,7 @@ def show(store: str, key_file: str | None, as_json: bool, id: str, with_layout: 
         "ttl": entry.ttl,
         "fingerprint": fingerprint,
         "file": came,
-        "children": [e.hex_id for e in children],
+        "children": children,
     }
     if item is not None and with_tokens:
         facts["tokens"] = item.tokens.tolist()
@@ -254,30 +251,28 @@ def stats(store: str, key_file: str | None, as_json: bool) -> None:
     """Say what STORE holds, what it saves, and how it was used."""
     with base.open_store(store, key_file) as opened:
         found = opened.stats()
-        by_class: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
-        for entry in opened.entries():
-            by_class[entry.entry_class][0] += entry.size
-            by_class[entry.entry_class][1] += entry.stored
     if as_json:
         screen.data(found.as_dict())
         return
     grid = screen.Grid("class", ">entries", ">MiB", ">stored")
     for name, n in found.entries.items():
-        grid.row(name, f"{n:,}", *(screen.mib(x) for x in by_class[name]))
+        grid.row(name, f"{n:,}", screen.mib(found.size_by_class[name]), screen.mib(found.stored_by_class[name]))
     grid.row("all", f"{sum(found.entries.values()):,}", screen.mib(found.size), screen.mib(found.stored), style="bold")
     grid.show()
     click.echo()
     asked = found.hits + found.misses
     rate = f" ({100 * found.hits / asked:.0f} %)" if asked else ""
     evicted = ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in found.evictions.items()) or "none"
+    whole = [f"{n:,}: {WHOLE[cause]}" for cause, n in found.whole_puts.items()]
     screen.pairs(
         [
             ("sharing saves", f"{screen.mib(found.size - found.stored)} MiB"),
             ("file", f"{screen.mib(found.file_bytes)} MiB with its log, {screen.mib(found.free_bytes)} of them free"),
             ("served", f"{found.hits:,} of {asked:,} requests{rate}, {found.tokens_served:,} tokens"),
             ("put", f"{found.puts:,}, {found.shared_puts:,} of them shared"),
+            ("stored whole", "; ".join(whole) or "none"),
             ("removed", evicted),
             ("codec", f"{found.encode_seconds:.2f} s encoding, {found.decode_seconds:.2f} s decoding"),
-            ("families", f"{len(found.families):,}"),
+            ("families", f"{found.n_families:,}"),
         ]
     )

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,7 +53,7 @@ def _read_file(name: str) -> Any:
 
 
 _min_saved = click.option(
-    "--min-saved", type=base.size(), default=16.0, show_default=True,
+    "--min-saved", type=base.size(), default=None, show_default="an eighth of each state",
     help="Share where it saves this much: 16 (MiB), 512K, 1G.",
 )
 _fingerprint = click.option(
@@ -90,7 +91,7 @@ def put(
     excerpt: str,
     n_system: int,
     fingerprint: str,
-    min_saved: float,
+    min_saved: float | None,
     whole: bool,
 ) -> None:
     """Store slot files, session files or raw states. STORE is made if it is not there; FILES may be folders."""
@@ -247,11 +248,16 @@ def export(
     archive = not to_stdout and _is_archive(target)
     with ExitStack() as stack:
         opened = stack.enter_context(base.open_store(store, key_file))
-        entries = base.find(opened, ids) if ids else list(opened.entries())
-        entries.sort(key=lambda e: (e.parent is not None, e.n_tokens, e.id))
+        # Parents first: what is stored against one is imported after it.
+        if ids:
+            found = sorted(base.find(opened, ids), key=lambda e: (e.parent is not None, e.n_tokens, e.id))
+            entries, total = iter(found), sum(e.size for e in found)
+        else:
+            pages = (operate.listing(opened, shared=shared) for shared in (False, True))
+            entries, total = chain.from_iterable(pages), opened.stats().size
         moved = stack.enter_context(screen.progress("exporting"))
         skipped: list[dict[str, str]] = []
-        items = _items(opened, entries, moved, skipped)
+        items = _items(opened, entries, total, moved, skipped)
         if to_stdout:
             n = bundle.to_tar(base.binary_stdout(), items)
         elif archive:
@@ -267,9 +273,13 @@ def export(
 
 
 def _items(
-    opened: Store, entries: list[Entry], moved: Callable[[int, int], None], skipped: list[dict[str, str]]
+    opened: Store,
+    entries: Iterator[Entry],
+    total: int,
+    moved: Callable[[int, int], None],
+    skipped: list[dict[str, str]],
 ) -> Iterator[Exported]:
-    total, done = sum(e.size for e in entries), 0
+    done = 0
     for entry in entries:
         try:
             item = operate.export(opened, entry.id)
@@ -322,7 +332,7 @@ def _is_archive(target: str) -> bool:
 @_fingerprint
 @_min_saved
 def import_(
-    store: str, key_file: str | None, as_json: bool, sources: tuple[str, ...], fingerprint: str, min_saved: float
+    store: str, key_file: str | None, as_json: bool, sources: tuple[str, ...], fingerprint: str, min_saved: float | None
 ) -> None:
     """Take in exports, slot files and session files.
 

@@ -60,7 +60,7 @@ def _config(
     upstream_api_key: str | None = None,
     cache_ram_mib: float = 1024,
     cache_disk_mib: float = -1,
-    min_saved_mib: float = 16.0,
+    min_saved_mib: float | None = None,
     min_tokens: int = 16,
     idle_seconds: float = 0.15,
     key: str | None = None,
@@ -117,7 +117,7 @@ def serve(
     upstream_api_key: str | None = None,
     cache_ram_mib: float = 1024,
     cache_disk_mib: float = -1,
-    min_saved_mib: float = 16.0,
+    min_saved_mib: float | None = None,
     min_tokens: int = 16,
     idle_seconds: float = 0.15,
     key: str | None = None,
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     size: dict[str, Any] = {"type": _mib, "metavar": "SIZE"}
     parser.add_argument("--cache-ram-mib", **size, default=1024, help="states kept in RAM: 1024 (MiB), 8G (default: 1024)")
     parser.add_argument("--cache-disk-mib", **size, default=-1, help="bound of the store's file (default: none)")
-    parser.add_argument("--min-saved-mib", **size, default=16, help="share a prefix that saves this much (16)")
+    parser.add_argument("--min-saved-mib", **size, help="share a prefix that saves this much (1/8 of a state)")
     parser.add_argument("--min-tokens", type=int, default=16, help="a restore or save must gain at least this many (16)")
     parser.add_argument(
         "--idle-seconds", type=_seconds, default=0.15, metavar="TIME", help="idle time before a slot is saved (0.15)"

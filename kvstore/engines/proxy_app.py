@@ -19,11 +19,12 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from .. import operate
 from ..records import Stats
 from ..store import Store
 from .proxy_cache import TAIL_BYTES, Cache
 from .proxy_metrics import Metrics
-from .proxy_page import PAGE, tree
+from .proxy_page import PAGE, SHOWN, tree
 from .proxy_prompt import GENERATES, parse
 from .proxy_saver import Saver
 from .proxy_server import Server, Settings
@@ -229,7 +230,7 @@ class Pages:
             return None, []
 
         def read(store: Store) -> tuple[Stats, list[dict[str, Any]]]:
-            return store.stats(), tree(store.entries(), private=self.private)
+            return store.stats(), tree(operate.listing(store, order="used", limit=SHOWN), private=self.private)
 
         return await self.server.run(read, store)
 
