@@ -7,12 +7,10 @@
 --   chunks-complete  the chunks of a blob that belongs to an entry are numbered 0..n-1 and add up to `stored` bytes.
 --   digest           XXH3-128 of a blob's bytes as they were put is `digest`.
 --   no-orphan        no row refers to an entry, blob or fingerprint that is not there.
---   staged           a blob without an entry is being written: its row names the writer. It is never served, and goes
---                    soon after its put failed, or its process ended.
+--   staged           a blob without an entry is being written: its row names the process. It is never served, and goes
+--                    at the next open after that process ended.
 --   totals           `totals` holds the sums over meta.
 --   cuts             an entry with cut_any = 0 has in `cuts` the token counts, short of the whole, that it can serve.
---   prefixes         an entry with cut_any = 0 has in `prefixes` its own token count and those of its cuts, no others, each
---                    with the hash of that many leading tokens, or NULL.
 --
 -- Ids are unsigned 64-bit integers, held as SQLite's signed ones: printf('%016x', id) shows them as everywhere else.
 -- Times are unix seconds. Sizes are bytes. Tokens are int32, little-endian: in memcmp order the entries that share the
@@ -123,17 +121,29 @@ CREATE TRIGGER meta_updated AFTER UPDATE OF class, size, stored ON meta BEGIN
   UPDATE totals SET entries = entries + 1, size = size + new.size, stored = stored + new.stored WHERE class = new.class;
 END;
 
+-- By hand: DELETE FROM entries WHERE printf('%016x', id) = '...' (or id = 0x...), from this table and no other.
+-- The sqlite3 shell starts with foreign keys off. This trigger does there what ON DELETE CASCADE does elsewhere, for an
+-- entry and for the entries stored against it (never deeper: a parent is whole).
+CREATE TRIGGER entries_deleted BEFORE DELETE ON entries BEGIN
+  DELETE FROM chunks WHERE blob IN (
+    SELECT b.id FROM blobs b WHERE b.entry = old.id
+    UNION ALL SELECT b.id FROM blobs b JOIN meta m ON b.entry = m.entry WHERE m.parent = old.id);
+  DELETE FROM blobs WHERE entry = old.id OR entry IN (SELECT entry FROM meta WHERE parent = old.id);
+  DELETE FROM cuts WHERE entry = old.id OR entry IN (SELECT entry FROM meta WHERE parent = old.id);
+  DELETE FROM entries WHERE id IN (SELECT entry FROM meta WHERE parent = old.id);
+  DELETE FROM meta WHERE parent = old.id;
+  DELETE FROM meta WHERE entry = old.id;
+END;
+
 -- For people: ids in hex, sizes in MiB, times in words and as local dates. tools/inspect.sql shows how to use them.
 CREATE VIEW ages AS                   -- `used`: since the last use; `expires_in` is NULL where an entry never expires
-SELECT entry, CASE WHEN age < -60 THEN 'in the future' WHEN age < 120 THEN max(0, age) || ' s' WHEN age < 7200 THEN (age / 60) || ' min'
+SELECT entry, CASE WHEN age < 120 THEN age || ' s' WHEN age < 7200 THEN (age / 60) || ' min'
             WHEN age < 172800 THEN (age / 3600) || ' h' ELSE (age / 86400) || ' days' END AS age,
-       CASE WHEN hits = 0 THEN 'never' ELSE CASE WHEN idle < -60 THEN 'in the future' WHEN idle < 120 THEN max(0, idle) || ' s'
-            WHEN idle < 7200 THEN (idle / 60) || ' min'
+       CASE WHEN hits = 0 THEN 'never' ELSE CASE WHEN idle < 120 THEN idle || ' s' WHEN idle < 7200 THEN (idle / 60) || ' min'
             WHEN idle < 172800 THEN (idle / 3600) || ' h' ELSE (idle / 86400) || ' days' END END AS used,
        CASE WHEN left_s <= 0 THEN 'expired' ELSE CASE WHEN left_s < 120 THEN left_s || ' s' WHEN left_s < 7200 THEN (left_s / 60) || ' min'
-            WHEN left_s < 172800 THEN (left_s / 3600) || ' h' ELSE (left_s / 86400) || ' days' END END
-            || CASE WHEN left_s > ttl + 60 THEN ' (the clock was ahead)' ELSE '' END AS expires_in
-FROM (SELECT entry, hits, ttl, unixepoch() - created_at AS age, unixepoch() - last_used AS idle,
+            WHEN left_s < 172800 THEN (left_s / 3600) || ' h' ELSE (left_s / 86400) || ' days' END END AS expires_in
+FROM (SELECT entry, hits, max(0, unixepoch() - created_at) AS age, max(0, unixepoch() - last_used) AS idle,
              expires_at - unixepoch() AS left_s FROM meta);
 
 CREATE VIEW ls AS
@@ -190,151 +200,5 @@ CREATE VIEW savings AS
 SELECT class, entries, round(size / 1048576.0, 2) AS mib, round(stored / 1048576.0, 2) AS stored_mib,
        round((size - stored) / 1048576.0, 2) AS shared_mib
 FROM totals;
-
--- Additions. What stands below came after the first files of version 2 were written: such a file gets it the first time that
--- it is opened for writing, so every statement may run again. It stands behind all other tables and indexes, because the
--- tables of every file of this version then have the same root pages.
-
--- What an entry that cannot be cut anywhere can serve: all of its tokens, or as many as a cut has. Triggers keep the rows,
--- whoever writes the file; the program computes the hash (NULL until then). A process that has read the rows up to some id
--- reads those above it to know what is new: a row whose entry gets another expiry is written anew.
-CREATE TABLE IF NOT EXISTS prefixes(
-  id          INTEGER PRIMARY KEY AUTOINCREMENT,
-  entry       INTEGER NOT NULL REFERENCES entries(id) ON DELETE CASCADE,
-  fingerprint INTEGER NOT NULL,
-  n_tokens    INTEGER NOT NULL CHECK(n_tokens > 0),
-  cut         INTEGER NOT NULL CHECK(cut IN (0, 1)),   -- 1: short of the whole, a row of cuts
-  hash        INTEGER                                  -- 64 bits, of the first n_tokens; equal hashes are compared
-) STRICT;
-CREATE INDEX IF NOT EXISTS prefixes_by_fingerprint ON prefixes(fingerprint);
-CREATE INDEX IF NOT EXISTS prefixes_by_entry ON prefixes(entry);
-CREATE INDEX IF NOT EXISTS prefixes_unhashed ON prefixes(id) WHERE hash IS NULL;
--- Which whole entries are a prefix of a token sequence: by count and last tokens, for a put among many that part one by one.
-CREATE INDEX IF NOT EXISTS entries_by_end ON entries(fingerprint, n_tokens, substr(tokens, -64)) WHERE cut_any = 1;
-CREATE INDEX IF NOT EXISTS meta_by_last_used ON meta(last_used);
-CREATE INDEX IF NOT EXISTS meta_by_family_use ON meta(family, use_order);
-CREATE INDEX IF NOT EXISTS meta_by_class ON meta(class) WHERE class <> 'normal';
-
-DROP TRIGGER IF EXISTS prefixes_of_entry;
-CREATE TRIGGER prefixes_of_entry AFTER INSERT ON entries WHEN new.cut_any = 0 BEGIN
-  INSERT INTO prefixes(entry, fingerprint, n_tokens, cut) VALUES(new.id, new.fingerprint, new.n_tokens, 0);
-END;
-DROP TRIGGER IF EXISTS prefixes_of_cut;
-CREATE TRIGGER prefixes_of_cut AFTER INSERT ON cuts BEGIN
-  INSERT INTO prefixes(entry, fingerprint, n_tokens, cut) VALUES(new.entry, new.fingerprint, new.n_tokens, 1);
-END;
-DROP TRIGGER IF EXISTS prefixes_cut_deleted;
-CREATE TRIGGER prefixes_cut_deleted AFTER DELETE ON cuts BEGIN
-  DELETE FROM prefixes WHERE entry = old.entry AND cut = 1 AND n_tokens = old.n_tokens;
-END;
-DROP TRIGGER IF EXISTS prefixes_cut_updated;
-CREATE TRIGGER prefixes_cut_updated AFTER UPDATE ON cuts BEGIN
-  DELETE FROM prefixes WHERE entry = old.entry AND cut = 1 AND n_tokens = old.n_tokens;
-  INSERT INTO prefixes(entry, fingerprint, n_tokens, cut) VALUES(new.entry, new.fingerprint, new.n_tokens, 1);
-END;
-DROP TRIGGER IF EXISTS prefixes_entry_updated;
-CREATE TRIGGER prefixes_entry_updated AFTER UPDATE OF cut_any, fingerprint, n_tokens, tokens ON entries BEGIN
-  INSERT INTO counters VALUES('put_off', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
-  DELETE FROM prefixes WHERE entry = old.id;
-  INSERT INTO prefixes(entry, fingerprint, n_tokens, cut)
-    SELECT new.id, new.fingerprint, new.n_tokens, 0 WHERE new.cut_any = 0
-    UNION ALL SELECT entry, fingerprint, n_tokens, 1 FROM cuts WHERE entry = new.id AND new.cut_any = 0;
-END;
-DROP TRIGGER IF EXISTS prefixes_expiry;
-CREATE TRIGGER prefixes_expiry AFTER UPDATE OF expires_at ON meta WHEN old.expires_at IS NOT new.expires_at BEGIN
-  INSERT INTO prefixes(entry, fingerprint, n_tokens, cut, hash)
-    SELECT entry, fingerprint, n_tokens, cut, hash FROM prefixes WHERE entry = new.entry;
-  DELETE FROM prefixes WHERE entry = new.entry
-    AND id NOT IN (SELECT max(id) FROM prefixes WHERE entry = new.entry GROUP BY n_tokens);
-END;
-
--- A process remembers where only expired entries are, until one of them may live again.
-DROP TRIGGER IF EXISTS expiry_put_off;
-CREATE TRIGGER expiry_put_off AFTER UPDATE OF expires_at ON meta
-WHEN old.expires_at IS NOT NULL AND (new.expires_at IS NULL OR new.expires_at > old.expires_at) BEGIN
-  INSERT INTO counters VALUES('put_off', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
-END;
-
--- By hand: DELETE FROM entries WHERE printf('%016x', id) = '...' (or id = 0x...), from this table and no other.
--- The sqlite3 shell starts with foreign keys off. These triggers do there what ON DELETE CASCADE does elsewhere, for an entry
--- and for the entries stored against it (never deeper: a parent is whole).
-DROP TRIGGER IF EXISTS entries_deleted;
-CREATE TRIGGER entries_deleted BEFORE DELETE ON entries BEGIN
-  DELETE FROM entries WHERE id IN (SELECT entry FROM meta WHERE parent = old.id);
-END;
-DROP TRIGGER IF EXISTS entry_gone;
-CREATE TRIGGER entry_gone AFTER DELETE ON entries BEGIN
-  DELETE FROM chunks WHERE blob IN (SELECT id FROM blobs WHERE entry = old.id);
-  DELETE FROM blobs WHERE entry = old.id;
-  DELETE FROM cuts WHERE entry = old.id;
-  DELETE FROM prefixes WHERE entry = old.id;
-  DELETE FROM meta WHERE entry = old.id;
-END;
-
--- What else is done by hand may leave rows that refer to nothing. Where it does, 'unswept' in `counters` grows: the next sweep
--- looks at every row, and takes it away. With foreign keys, and for whole entries without them, none of these fires.
-DROP TRIGGER IF EXISTS unswept_blob_deleted;
-CREATE TRIGGER unswept_blob_deleted AFTER DELETE ON blobs
-WHEN EXISTS (SELECT 1 FROM chunks WHERE blob = old.id)
-  OR (old.part = 'main' AND EXISTS (SELECT 1 FROM entries WHERE id = old.entry)) BEGIN
-  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
-END;
-DROP TRIGGER IF EXISTS unswept_chunk_deleted;
-CREATE TRIGGER unswept_chunk_deleted AFTER DELETE ON chunks
-WHEN EXISTS (SELECT 1 FROM blobs WHERE id = old.blob AND entry IS NOT NULL
-  AND EXISTS (SELECT 1 FROM entries WHERE id = blobs.entry)) BEGIN
-  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
-END;
-DROP TRIGGER IF EXISTS unswept_meta_deleted;
-CREATE TRIGGER unswept_meta_deleted AFTER DELETE ON meta WHEN EXISTS (SELECT 1 FROM entries WHERE id = old.entry) BEGIN
-  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
-END;
-DROP TRIGGER IF EXISTS unswept_fingerprint_deleted;
-CREATE TRIGGER unswept_fingerprint_deleted AFTER DELETE ON fingerprints BEGIN
-  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
-END;
-DROP TRIGGER IF EXISTS unswept_chunk_written;
-CREATE TRIGGER unswept_chunk_written AFTER INSERT ON chunks WHEN NOT EXISTS (SELECT 1 FROM blobs WHERE id = new.blob) BEGIN
-  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
-END;
-DROP TRIGGER IF EXISTS unswept_meta_written;
-CREATE TRIGGER unswept_meta_written AFTER INSERT ON meta WHEN NOT EXISTS (SELECT 1 FROM entries WHERE id = new.entry) BEGIN
-  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
-END;
-DROP TRIGGER IF EXISTS unswept_blob_written;
-CREATE TRIGGER unswept_blob_written AFTER INSERT ON blobs
-WHEN new.entry IS NOT NULL AND NOT EXISTS (SELECT 1 FROM entries WHERE id = new.entry) BEGIN
-  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
-END;
-DROP TRIGGER IF EXISTS unswept_cut_written;
-CREATE TRIGGER unswept_cut_written AFTER INSERT ON cuts WHEN NOT EXISTS (SELECT 1 FROM entries WHERE id = new.entry) BEGIN
-  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
-END;
-DROP TRIGGER IF EXISTS unswept_chunk_moved;
-CREATE TRIGGER unswept_chunk_moved AFTER UPDATE OF blob, seq ON chunks BEGIN
-  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
-END;
-DROP TRIGGER IF EXISTS unswept_blob_moved;
-CREATE TRIGGER unswept_blob_moved AFTER UPDATE OF id, entry, part ON blobs
-WHEN new.id <> old.id OR new.part <> old.part OR (new.entry <> old.entry) OR (new.entry IS NULL AND new.writer <> '') BEGIN
-  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
-END;
-DROP TRIGGER IF EXISTS unswept_meta_moved;
-CREATE TRIGGER unswept_meta_moved AFTER UPDATE OF entry, parent ON meta
-WHEN new.entry <> old.entry OR (new.parent IS NOT NULL AND NOT EXISTS (SELECT 1 FROM entries WHERE id = new.parent)) BEGIN
-  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
-END;
-DROP TRIGGER IF EXISTS unswept_entry_moved;
-CREATE TRIGGER unswept_entry_moved AFTER UPDATE OF id, fingerprint ON entries BEGIN
-  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
-END;
-DROP TRIGGER IF EXISTS unswept_fingerprint_moved;
-CREATE TRIGGER unswept_fingerprint_moved AFTER UPDATE OF id ON fingerprints BEGIN
-  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
-END;
-DROP TRIGGER IF EXISTS unswept_cut_moved;
-CREATE TRIGGER unswept_cut_moved AFTER UPDATE OF entry ON cuts WHEN NOT EXISTS (SELECT 1 FROM entries WHERE id = new.entry) BEGIN
-  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
-END;
 
 PRAGMA user_version = 2;
