@@ -148,6 +148,8 @@ async def _whole(response: aiohttp.ClientResponse) -> bytes:
 
 def _failure(error: BaseException) -> HttpError:
     kind = HttpTimeout if isinstance(error, asyncio.TimeoutError) else HttpError
+    if isinstance(error, aiohttp.ClientResponseError):
+        return kind(f"not an HTTP answer: {error.message.splitlines()[0]}")
     return kind(f"{error or type(error).__name__}")
 
 

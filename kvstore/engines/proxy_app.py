@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
@@ -52,6 +51,27 @@ _OPEN = re.compile(
 )
 
 
+# Of a refused request's body so much is read: a connection closed before that may take the answer with it.
+_DRAINED, _DRAIN_SECONDS = 16 << 20, 10.0
+
+
+async def _drain(scope: Scope, receive: Receive) -> None:
+    names = {name.lower() for name, _ in scope["headers"]}
+    if b"expect" in names or not names & {b"content-length", b"transfer-encoding"}:
+        return  # a client that asks before it sends is told now
+
+    async def read() -> None:
+        total = 0
+        while total < _DRAINED:
+            message = await receive()
+            total += len(message.get("body", b""))
+            if not message.get("more_body"):
+                return
+
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(read(), _DRAIN_SECONDS)
+
+
 def _target(scope: Scope) -> bytes:
     """The path as the client wrote it."""
     target: bytes = scope.get("raw_path") or scope["path"].encode()
@@ -64,14 +84,8 @@ def _error(status: int, message: str, kind: str, scope: Scope, headers: Mapping[
     body = {"error": {"message": message, "type": kind, "code": status}}
     origin = next((value for name, value in scope["headers"] if name == b"origin"), b"").decode("latin-1")
     cors = {"Access-Control-Allow-Origin": origin, "Connection": "close"}
-    return JSONResponse(body, status_code=status, headers={**cors, **(headers or {})})
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    """What the router refuses."""
-    assert isinstance(error, HTTPException)
-    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    return _error(error.status_code, str(error.detail), kind, request.scope, error.headers)
+    headers = {"Content-Type": "application/json; charset=utf-8", **cors, **(headers or {})}
+    return JSONResponse(body, status_code=status, headers=headers)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -117,6 +131,7 @@ class KeyGuard:
             else:
                 scope["with_key"] = True
             if response is not None:
+                await _drain(scope, receive)
                 await response(scope, receive, send)
                 return
         await self.app(scope, receive, send)
@@ -126,6 +141,7 @@ class _Client:
     """Who sent a request: the body as it arrives, and the end of the connection."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._scope = scope
         self._receive = receive
         self.sent_all = asyncio.Event()
         self._left = False
@@ -145,10 +161,15 @@ class _Client:
                 self._left = True
                 self.sent_all.set()
                 await asyncio.Event().wait()  # until the request is cancelled: it must not look whole to the server
-            if message.get("body"):
-                yield message["body"]
             if not message.get("more_body"):
                 self.sent_all.set()
+            if message.get("body"):
+                yield message["body"]
+
+    async def drain(self) -> None:
+        """Reads what is left of a body that nobody wants."""
+        if not self.sent_all.is_set():
+            await _drain(self._scope, self._receive)
 
     async def gone(self) -> None:
         """Returns when the client has left."""
@@ -180,7 +201,7 @@ class Forwarder:
             client.sent_all.set()
             work = asyncio.create_task(self._generate(scope, body, send))
         else:
-            work = asyncio.create_task(self._pass(scope, client.body(), send))
+            work = asyncio.create_task(self._pass(scope, client, send))
         gone = asyncio.create_task(client.gone())
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -214,18 +235,21 @@ class Forwarder:
     def _cacheable(self, scope: Scope) -> bool:
         return not any(name.lower() == b"content-encoding" for name, _ in scope["headers"])
 
-    async def _pass(self, scope: Scope, content: AsyncIterator[bytes] | None, send: Send) -> None:
+    async def _pass(self, scope: Scope, client: _Client, send: Send) -> None:
+        content = client.body()
         if scope["method"] == "POST" and scope["path"] not in _READS_ONLY:
             try:
                 with self.server.slots.passing():
-                    await self._send_on(scope, scope["headers"], content, send)
+                    await self._send_on(scope, scope["headers"], content, send, client)
             finally:
                 if scope["path"].startswith("/lora-adapters"):
                     self.server.forget()
             return
-        await self._send_on(scope, scope["headers"], content, send)
+        await self._send_on(scope, scope["headers"], content, send, client)
 
-    async def _send_on(self, scope: Scope, headers: Any, content: Any, send: Send) -> tuple[int | None, bytes]:
+    async def _send_on(
+        self, scope: Scope, headers: Any, content: Any, send: Send, client: _Client | None = None
+    ) -> tuple[int | None, bytes]:
         """Status and the end of the body, once all is sent; without a status where the server broke off."""
         target = _target(scope)
         if scope.get("query_string"):
@@ -241,7 +265,7 @@ class Forwarder:
                 with_key=scope.get("with_key", False),
             ) as answer:
                 begun = True
-                return answer.status, await _relay(answer, send)
+                return answer.status, await _relay(answer, send, client)
         except HttpError as error:
             self.server.suspect()
             if begun:
@@ -249,12 +273,14 @@ class Forwarder:
                 log.warning("llama-server broke off: %s", error)
                 return None, b""
             log.warning("llama-server cannot be reached: %s", error)
+            if client is not None:
+                await client.drain()
             problem = _error(502, f"llama-server cannot be reached: {error}", "upstream_error", scope)
             await problem(scope, _nothing, send)
             return 502, b""
 
 
-async def _relay(answer: Answer, send: Send) -> bytes:
+async def _relay(answer: Answer, send: Send, client: _Client | None) -> bytes:
     """Sends an answer on as it arrives; the end of its body."""
     headers = end_to_end(answer.headers)
     if answer.status in (204, 304):  # there is no body, whatever length is told
@@ -266,6 +292,8 @@ async def _relay(answer: Answer, send: Send) -> bytes:
     async for chunk in answer.chunks():
         tail = (tail + chunk)[-TAIL_BYTES:] if len(chunk) < TAIL_BYTES else chunk[-TAIL_BYTES:]
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    if client is not None and answer.status >= 400:
+        await client.drain()
     await send({"type": "http.response.body", "body": b""})
     return tail
 
@@ -369,11 +397,10 @@ def create_app(
             Route("/kvstore/", pages.page),
             Route("/kvstore/stats", pages.stats),
             Route("/metrics", pages.metrics_text),
-            Route("/metrics", forwarder, methods=["OPTIONS"]),
             Mount("/", app=forwarder),
         ],
         middleware=[Middleware(KeyGuard, key=api_key, listen_host=listen_host)],
-        exception_handlers={HTTPException: _refused, Exception: _failed},
+        exception_handlers={Exception: _failed},
         lifespan=lifespan,
     )
     app.state.server, app.state.metrics = server, metrics

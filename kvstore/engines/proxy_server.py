@@ -277,21 +277,26 @@ class Server:
 
     async def _glance(self) -> None:
         """A look that does not wake the server."""
+        if self._refused and time.monotonic() - self._failed_at < RETRY_SECONDS:
+            return
+        asleep = same = False
         try:
             props = await self._props()
+            asleep, same = bool(props.get("is_sleeping")), self._same(props)
         except UpstreamError as error:
-            if error.status is None and not error.late:
+            if error.late:
+                return
+            if error.status in (None, 503):
                 self._suspect, self._refused = True, False
                 await self._turn_off(str(error))
-            return
-        if props.get("is_sleeping") and (self._suspect or self._refused):
+                return
+        if asleep and (self._suspect or self._refused):
             self._asleep = True
             if self.store is None:
                 self.off = "the server sleeps, the next request wakes it"
         elif self._refused:
-            if time.monotonic() - self._failed_at > RETRY_SECONDS:
-                await self._link()
-        elif self._suspect or not self._same(props):
+            await self._link()
+        elif self._suspect or not same:
             await self.check()
 
     async def close(self) -> None:
