@@ -168,8 +168,15 @@ class _Client:
 
     async def drain(self) -> None:
         """Reads what is left of a body that nobody wants."""
-        if not self.sent_all.is_set():
-            await _drain(self._scope, self._receive)
+        if self.sent_all.is_set():
+            return
+        # What sends the body to the server may still read it as well.
+        tasks = {asyncio.create_task(_drain(self._scope, self._receive)), asyncio.create_task(self.sent_all.wait())}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def gone(self) -> None:
         """Returns when the client has left."""
