@@ -29,7 +29,13 @@ FLOORS: list[set[str]] = [
 ]  # fmt: skip
 # What the users of the face may name beside its public names: where these are defined, and two that are shared with it.
 FACE = {"", "bkvd", "errors", "hashing", "layout", "meta", "operate", "records", "slotfile", "store", "upgrade"}
-ALONE = {"apsw": {"db"}, "xxhash": {"hashing"}, "cffi": {"native.build"}, "kvstore._native": {"bkvd"}}
+ALONE = {
+    "aiohttp": {"engines.http_client"},
+    "apsw": {"db"},
+    "cffi": {"native.build"},
+    "kvstore._native": {"bkvd"},
+    "xxhash": {"hashing"},
+}
 
 
 def modules() -> dict[str, Path]:

@@ -97,7 +97,7 @@ class HttpClient:
                     method, self._url(path.encode()), headers=headers, data=body or None, timeout=limit, allow_redirects=False
                 ) as response:
                     return response.status, await _whole(response)
-            except (aiohttp.ServerDisconnectedError, ConnectionError) as error:
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError) as error:
                 if isinstance(error, aiohttp.ClientConnectorError) or not again:
                     raise _failure(error) from error
                 again = False
