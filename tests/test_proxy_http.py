@@ -26,7 +26,7 @@ pytest.importorskip("aiohttp")
 pytest.importorskip("uvicorn")
 
 import proxykit
-from proxykit import post, proxied, stats, wait_for
+from proxykit import post, stats, wait_for
 
 from kvstore.engines import proxy
 from kvstore.engines.http_client import HttpClient, HttpError, HttpTimeout
@@ -486,9 +486,3 @@ def test_upload_that_breaks_off_is_no_fault_of_the_server(tmp_path: Path) -> Non
         chat.ask()
         assert chat.reused > 0.85
         assert stats(url)["upstream_changes"] == 0
-
-
-def test_proxied_is_used(tmp_path: Path) -> None:
-    """Beside a key of the server's that the proxy sends by itself."""
-    with serverkit.new_server(tmp_path / "slots") as server, proxied(server, tmp_path / "store") as url:
-        assert httpx.get(url + "/slots").status_code == 200
