@@ -424,7 +424,7 @@ def test_demo_and_serve_name_their_extra(run: Run, monkeypatch: pytest.MonkeyPat
     assert "llama-kvstore[demo]" in run("demo", code=2).stderr
 
     def missing(name: str) -> Any:
-        raise ModuleNotFoundError("No module named 'httpx'", name="httpx")
+        raise ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp")
 
     monkeypatch.setattr(importlib, "import_module", missing)
     assert "llama-kvstore[proxy]" in run("serve", code=2).stderr

@@ -31,7 +31,13 @@ FLOORS: list[set[str]] = [
 # What the users of the face may name beside its public names: where these are defined, and the helpers that are shared with it.
 FACE = {"", "bkvd", "errors", "fsutil", "hashing", "layout", "meta", "operate", "printable", "records", "slotfile", "store",
         "units", "upgrade"}
-ALONE = {"apsw": {"db"}, "xxhash": {"hashing"}, "cffi": {"native.build"}, "kvstore._native": {"bkvd"}}
+ALONE = {
+    "aiohttp": {"engines.http_client"},
+    "apsw": {"db"},
+    "cffi": {"native.build"},
+    "kvstore._native": {"bkvd"},
+    "xxhash": {"hashing"},
+}
 
 
 def modules() -> dict[str, Path]:

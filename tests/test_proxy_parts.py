@@ -14,7 +14,7 @@ import pytest
 import serverkit
 
 pytest.importorskip("starlette")
-pytest.importorskip("httpx")
+pytest.importorskip("aiohttp")
 pytest.importorskip("uvicorn")
 
 import proxykit
@@ -63,7 +63,7 @@ def test_every_request_needs_the_key(tmp_path: Path) -> None:
     basic = "Basic " + base64.b64encode(f"me:{key}".encode()).decode()
     with proxykit.recorder() as (upstream, seen), proxy.running(**options(tmp_path, upstream, api_key=key)) as url:
         seen.clear()
-        for path in ("/v1/models", "/health", "/kvstore/", "/kvstore/stats", "/metrics"):
+        for path in ("/v1/models", "/slots", "/kvstore/", "/kvstore/stats", "/metrics"):
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic !"}, {"X-Api-Key": ""}):
                 answer = httpx.get(url + path, headers=headers)
                 assert answer.status_code == 401, path

@@ -19,7 +19,7 @@ import pytest
 import serverkit
 
 pytest.importorskip("starlette")
-pytest.importorskip("httpx")
+pytest.importorskip("aiohttp")
 pytest.importorskip("uvicorn")
 
 import proxykit

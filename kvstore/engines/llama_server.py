@@ -49,6 +49,7 @@ OPTIONS: dict[str, tuple[str, str]] = {
     "slot_prompt_similarity": ("slot_prompt_similarity", "--slot-prompt-similarity"),
     "kv_unified": ("kv_unified", "--kv-unified"),
     "swa_full": ("swa_full", "--swa-full"),
+    "sleep_idle_seconds": ("sleep_idle_seconds", "--sleep-idle-seconds"),
     "metrics": ("endpoint_metrics", "--metrics"),
     "mmproj": ("mmproj.path", "--mmproj"),
     "model_draft": ("speculative.draft.mparams.path", "--model-draft"),

@@ -201,8 +201,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     handler = logging.StreamHandler()
     handler.setFormatter(Formatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.DEBUG if options.pop("verbose") else logging.INFO, handlers=[handler])
-    for name in ("httpx", "httpcore"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     # Other users of the machine can read a command line, but not the environment.
     options["api_key"] = options["api_key"] or os.environ.get("KVSTORE_API_KEY")
     options["upstream_api_key"] = options["upstream_api_key"] or os.environ.get("KVSTORE_UPSTREAM_API_KEY")

@@ -8,13 +8,13 @@ import binascii
 import contextlib
 import hmac
 import logging
+import re
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-import httpx
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .. import operate
 from ..records import Stats
 from ..store import Store
+from .http_client import Answer, HttpError
 from .proxy_cache import TAIL_BYTES, Cache
 from .proxy_metrics import Metrics
 from .proxy_page import PAGE, SHOWN, tree
@@ -44,14 +45,60 @@ _HEADERS = {
 _READS_ONLY = ("/tokenize", "/detokenize", "/apply-template")
 
 
-def _error(status: int, message: str, kind: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """As the OpenAI API and llama-server write errors."""
+# llama-server answers these without a key: its health, and the files of its page.
+_OPEN = re.compile(
+    rb"/(?:(?:v1/)?health|index\.html|build\.json|sw\.js|manifest\.webmanifest|[\w-]+\.(?:ico|svg|png)"
+    rb"|(?:_app|recommended-mcp)/(?:[\w-]+[./])*[\w-]+)?"
+)
+
+
+# Of a refused request's body so much is read: a connection closed before that may take the answer with it.
+_DRAINED, _DRAIN_SECONDS = 16 << 20, 10.0
+
+
+async def _drain(scope: Scope, receive: Receive) -> None:
+    names = {name.lower() for name, _ in scope["headers"]}
+    if b"expect" in names or not names & {b"content-length", b"transfer-encoding"}:
+        return  # a client that asks before it sends is told now
+
+    async def read() -> None:
+        total = 0
+        while total < _DRAINED:
+            message = await receive()
+            total += len(message.get("body", b""))
+            if not message.get("more_body"):
+                return
+
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(read(), _DRAIN_SECONDS)
+
+
+def _target(scope: Scope) -> bytes:
+    """The path as the client wrote it."""
+    target: bytes = scope.get("raw_path") or scope["path"].encode()
+    return target
+
+
+def _error(status: int, message: str, kind: str, scope: Scope, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """As llama-server writes errors: the body of the OpenAI API, readable by pages of any origin, and a closed connection,
+    since the request may not have been read to its end."""
     body = {"error": {"message": message, "type": kind, "code": status}}
-    return JSONResponse(body, status_code=status, headers=dict(headers or {}))
+    origin = next((value for name, value in scope["headers"] if name == b"origin"), b"").decode("latin-1")
+    cors = {"Access-Control-Allow-Origin": origin, "Connection": "close"}
+    headers = {"Content-Type": "application/json; charset=utf-8", **cors, **(headers or {})}
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return _error(500, f"the proxy failed: {type(error).__name__}", "server_error", request.scope)
 
 
 class KeyGuard:
-    """Every request needs the key: as a bearer token, as X-Api-Key, or as the password of HTTP Basic (for a browser)."""
+    """A request needs the key: as a bearer token, as X-Api-Key, or as the password of HTTP Basic (for a browser).
+
+    As with llama-server, OPTIONS (a browser asks without the key) and some paths need none. Such a request passes without
+    the server's key.
+    """
 
     def __init__(self, app: ASGIApp, key: str | None, listen_host: str) -> None:
         self.app = app
@@ -71,18 +118,72 @@ class KeyGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             request = Request(scope)
-            own = scope["path"] == "/metrics" or scope["path"].startswith("/kvstore")
+            own = scope["path"].startswith("/kvstore") or (scope["path"] == "/metrics" and scope["method"] != "OPTIONS")
             response: Response | None = None
             if self.key is not None:
-                if not hmac.compare_digest(self._given(request.headers), self.key):
+                if hmac.compare_digest(self._given(request.headers), self.key):
+                    scope["with_key"] = True
+                elif own or not (scope["method"] == "OPTIONS" or _OPEN.fullmatch(_target(scope))):
                     asks = {"WWW-Authenticate": 'Basic realm="kvstore"'} if own else {}
-                    response = _error(401, "Invalid API Key", "authentication_error", asks)
+                    response = _error(401, "Invalid API Key", "authentication_error", scope, asks)
             elif own and (request.url.hostname or "") not in self.hosts:
-                response = _error(403, "ask for this page by the address that the proxy listens on", "permission_error")
+                message = "ask for this page by the address that the proxy listens on"
+                response = _error(403, message, "permission_error", scope)
+            else:
+                scope["with_key"] = True
             if response is not None:
+                await _drain(scope, receive)
                 await response(scope, receive, send)
                 return
         await self.app(scope, receive, send)
+
+
+class _Client:
+    """Who sent a request: the body as it arrives, and the end of the connection."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._scope = scope
+        self._receive = receive
+        self.sent_all = asyncio.Event()
+        self._left = False
+        names = {name.lower() for name, _ in scope["headers"]}
+        self._has_body = bool(names & {b"content-length", b"transfer-encoding"})
+
+    def body(self) -> AsyncIterator[bytes] | None:
+        if not self._has_body:
+            self.sent_all.set()
+            return None
+        return self._chunks()
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        while not self.sent_all.is_set():
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self._left = True
+                self.sent_all.set()
+                await asyncio.Event().wait()  # until the request is cancelled: it must not look whole to the server
+            if not message.get("more_body"):
+                self.sent_all.set()
+            if message.get("body"):
+                yield message["body"]
+
+    async def drain(self) -> None:
+        """Reads what is left of a body that nobody wants."""
+        if self.sent_all.is_set():
+            return
+        # What sends the body to the server may still read it as well.
+        tasks = {asyncio.create_task(_drain(self._scope, self._receive)), asyncio.create_task(self.sent_all.wait())}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def gone(self) -> None:
+        """Returns when the client has left."""
+        await self.sent_all.wait()
+        while not self._left and (await self._receive())["type"] != "http.disconnect":
+            pass
 
 
 class Forwarder:
@@ -99,15 +200,17 @@ class Forwarder:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        path: str = scope["path"]
-        body_done = asyncio.Event()
-        if scope["method"] == "POST" and path in GENERATES:
-            body = await Request(scope, receive).body()
-            body_done.set()
+        client = _Client(scope, receive)
+        if scope["method"] == "POST" and scope["path"] in GENERATES:
+            try:
+                body = await Request(scope, receive).body()
+            except ClientDisconnect:
+                return
+            client.sent_all.set()
             work = asyncio.create_task(self._generate(scope, body, send))
         else:
-            work = asyncio.create_task(self._pass(scope, self._body(scope, receive, body_done), send))
-        gone = asyncio.create_task(self._disconnected(receive, body_done))
+            work = asyncio.create_task(self._pass(scope, client, send))
+        gone = asyncio.create_task(client.gone())
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -119,30 +222,6 @@ class Forwarder:
         finally:
             for task in (work, gone):
                 task.cancel()
-
-    async def _disconnected(self, receive: Receive, body_done: asyncio.Event) -> None:
-        await body_done.wait()
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    def _body(self, scope: Scope, receive: Receive, done: asyncio.Event) -> AsyncIterator[bytes] | None:
-        names = {name.lower() for name, _ in scope["headers"]}
-        if not names & {b"content-length", b"transfer-encoding"}:
-            done.set()
-            return None
-
-        async def chunks() -> AsyncIterator[bytes]:
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise httpx.ReadError("the client went away")
-                if message.get("body"):
-                    yield message["body"]
-                if not message.get("more_body"):
-                    done.set()
-                    return
-
-        return chunks()
 
     async def _generate(self, scope: Scope, body: bytes, send: Send) -> None:
         headers = [(n, v) for n, v in scope["headers"] if n.lower() != b"content-length"]
@@ -164,48 +243,67 @@ class Forwarder:
     def _cacheable(self, scope: Scope) -> bool:
         return not any(name.lower() == b"content-encoding" for name, _ in scope["headers"])
 
-    async def _pass(self, scope: Scope, content: AsyncIterator[bytes] | None, send: Send) -> None:
+    async def _pass(self, scope: Scope, client: _Client, send: Send) -> None:
+        content = client.body()
         if scope["method"] == "POST" and scope["path"] not in _READS_ONLY:
             try:
                 with self.server.slots.passing():
-                    await self._send_on(scope, scope["headers"], content, send)
+                    await self._send_on(scope, scope["headers"], content, send, client)
             finally:
                 if scope["path"].startswith("/lora-adapters"):
                     self.server.forget()
             return
-        await self._send_on(scope, scope["headers"], content, send)
+        await self._send_on(scope, scope["headers"], content, send, client)
 
-    async def _send_on(self, scope: Scope, headers: Any, content: Any, send: Send) -> tuple[int | None, bytes]:
+    async def _send_on(
+        self, scope: Scope, headers: Any, content: Any, send: Send, client: _Client | None = None
+    ) -> tuple[int | None, bytes]:
         """Status and the end of the body, once all is sent; without a status where the server broke off."""
-        target: bytes = scope.get("raw_path") or scope["path"].encode()
+        target = _target(scope)
         if scope.get("query_string"):
             target += b"?" + scope["query_string"]
+        begun = False
         try:
-            response = await self.upstream.forward(
-                scope["method"], target, headers, content, keep_authorization=self.keep_authorization
-            )
-        except httpx.HTTPError as error:
+            async with self.upstream.forward(
+                scope["method"],
+                target,
+                headers,
+                content,
+                keep_authorization=self.keep_authorization,
+                with_key=scope.get("with_key", False),
+            ) as answer:
+                begun = True
+                return answer.status, await _relay(answer, send, client)
+        except HttpError as error:
             self.server.suspect()
-            log.warning("llama-server cannot be reached: %s", error or type(error).__name__)
-            problem = _error(502, f"llama-server cannot be reached: {type(error).__name__}", "upstream_error")
+            if begun:
+                # The answer stays without its end, and the connection is closed: the client sees a broken answer.
+                log.warning("llama-server broke off: %s", error)
+                return None, b""
+            log.warning("llama-server cannot be reached: %s", error)
+            if client is not None:
+                await client.drain()
+            problem = _error(502, f"llama-server cannot be reached: {error}", "upstream_error", scope)
             await problem(scope, _nothing, send)
             return 502, b""
-        tail = b""
-        try:
-            start = {"type": "http.response.start", "status": response.status_code}
-            await send({**start, "headers": end_to_end(response.headers.raw)})
-            async for chunk in response.aiter_raw():
-                tail = (tail + chunk)[-TAIL_BYTES:] if len(chunk) < TAIL_BYTES else chunk[-TAIL_BYTES:]
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-        except httpx.HTTPError as error:
-            # The body stays without its end, so the client knows; there is no other way to say it any more.
-            self.server.suspect()
-            log.warning("llama-server broke off: %s", error or type(error).__name__)
-            return None, b""
-        finally:
-            await response.aclose()
-        return response.status_code, tail
+
+
+async def _relay(answer: Answer, send: Send, client: _Client | None) -> bytes:
+    """Sends an answer on as it arrives; the end of its body."""
+    headers = end_to_end(answer.headers)
+    if answer.status in (204, 304):  # there is no body, whatever length is told
+        headers = [(name, value) for name, value in headers if name != b"content-length"]
+    if any(name.lower() == b"connection" and b"close" in value.lower() for name, value in answer.headers):
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    tail = b""
+    async for chunk in answer.chunks():
+        tail = (tail + chunk)[-TAIL_BYTES:] if len(chunk) < TAIL_BYTES else chunk[-TAIL_BYTES:]
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    if client is not None and answer.status >= 400:
+        await client.drain()
+    await send({"type": "http.response.body", "body": b""})
+    return tail
 
 
 async def _nothing() -> dict[str, Any]:
@@ -235,6 +333,7 @@ class Pages:
         return await self.server.run(read, store)
 
     async def stats(self, request: Request) -> Response:
+        self.server.look_again()
         store, prefixes = await self._stats()
         identity = self.server.identity
         rates = self.server.slots.rates
@@ -299,15 +398,17 @@ def create_app(
             await saver.last(saving)
             await server.close()
 
+    forwarder = Forwarder(upstream, server, cache, metrics, keyed=api_key is not None)
     app = Starlette(
         routes=[
             Route("/kvstore", pages.page),
             Route("/kvstore/", pages.page),
             Route("/kvstore/stats", pages.stats),
             Route("/metrics", pages.metrics_text),
-            Mount("/", app=Forwarder(upstream, server, cache, metrics, keyed=api_key is not None)),
+            Mount("/", app=forwarder),
         ],
         middleware=[Middleware(KeyGuard, key=api_key, listen_host=listen_host)],
+        exception_handlers={Exception: _failed},
         lifespan=lifespan,
     )
     app.state.server, app.state.metrics = server, metrics

@@ -126,10 +126,11 @@ class Cache:
             return lease
         except BaseException as error:
             if choice is not None:
-                choice.slot.forget()
                 await self.server.slots.release(choice.slot)
             if not isinstance(error, Exception):
                 raise
+            if isinstance(error, UpstreamError) and error.status is not None:
+                return None  # the server will say what is wrong with the request
             self.metrics.count("failures")
             log.warning("the cache failed; the request is served without it", exc_info=True)
             return None
@@ -145,8 +146,6 @@ class Cache:
         fill = prompt.text is None and prompt.tokens is None
         if fill:
             text, linked = await asyncio.gather(server.tokenizer.template(prompt), server.check(), return_exceptions=True)
-            if isinstance(text, UpstreamError) and text.status is not None and text.status < 500:
-                return None  # the server will say what is wrong with the request
             if isinstance(text, BaseException):
                 raise text
             if isinstance(linked, BaseException):
@@ -191,21 +190,24 @@ class Cache:
         started = time.perf_counter()
         try:
             file = await server.run(self._state, store, match, identity.form)
-            if file is None:
-                return False
-            slot.forget()
+        except Exception:
+            self.metrics.count("failures")
+            log.warning("entry %s was not read", hex_id(match.entry.id), exc_info=True)
+            return True
+        if file is None:
+            return False
+        slot.forget()
+        try:
             n = await restore(server.upstream, server.files, slot.id, file, RESTORE_SECONDS)
         except UpstreamError as error:
             self.metrics.count("restores_failed")
-            if error.status is None:
-                server.suspect()
-            else:
+            if error.status is not None:
                 server.bad.add(match.entry.id)
+            elif not error.late:
+                server.suspect()
             log.warning("entry %s was not restored: %s", hex_id(match.entry.id), error.message)
             return True
         except Exception:
-            slot.forget()
-            server.bad.add(match.entry.id)
             self.metrics.count("failures")
             log.warning("entry %s was not restored", hex_id(match.entry.id), exc_info=True)
             return True

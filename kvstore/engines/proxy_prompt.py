@@ -29,6 +29,8 @@ _SAMPLING = frozenset(
 SPLICE_CHARS = 2048
 # An answer that starts with a line break may join the one before it; that is no reason to give all up.
 MAX_BAD_SPLICES = 3
+# Bodies that nest deeper are not looked into: comparing and writing them would end in a RecursionError.
+MAX_DEPTH = 100
 CACHED_TEXTS, CACHED_CHARS = 64, 8 << 20
 
 Ask = Callable[..., Awaitable[Any]]
@@ -45,6 +47,7 @@ class Prompt:
     text: str | None = None
     tokens: Tokens | None = None
     spliced: bool = False
+    puts_failed: int = 0
 
     @property
     def messages(self) -> list[Any]:
@@ -66,8 +69,10 @@ class Prompt:
         """The body, asking for a slot; otherwise byte for byte the client's."""
         if self.id_slot is not None:
             return self.body
+        # The server takes the last of two equal keys.
         if "id_slot" in self.data:
-            return json.dumps({**self.data, "id_slot": id}).encode()
+            at = self.body.rindex(b"}")
+            return self.body[:at] + b',"id_slot":%d' % id + self.body[at:]
         at = self.body.index(b"{") + 1
         return self.body[:at] + b'"id_slot":%d,' % id + self.body[at:]
 
@@ -92,14 +97,42 @@ def _is_text(message: Any) -> bool:
     )
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _deeper(data: Any, levels: int) -> bool:
+    level = [data]
+    for _ in range(levels):
+        inner = (node.values() if isinstance(node, dict) else node for node in level)
+        level = [child for children in inner for child in children if isinstance(child, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
+def _understood(body: bytes) -> dict[str, Any] | None:
+    """The object that a body is, if Python reads in it what the server does. The server says what is wrong with a body,
+    and takes some that Python does not (any depth, a byte order mark)."""
+    try:
+        # As text: json would take bytes for UTF-16 as well.
+        data = json.loads(body.decode(), parse_constant=_refuse)
+        if b"\\u" in body:
+            # Half a surrogate pair, which the server refuses.
+            json.dumps(data, ensure_ascii=False).encode()
+        if not isinstance(data, dict):
+            return None
+        deep = body.count(b"[") + body.count(b"{") > MAX_DEPTH and _deeper(data, MAX_DEPTH)
+    except (ValueError, RecursionError):
+        return None
+    return None if deep else data
+
+
 def parse(path: str, body: bytes) -> Prompt | None:
     """The request, or None where it has to pass as if there were no cache: several prompts or answers, images or audio,
     adapters of its own, no wish to be cached, or nothing that is understood."""
-    if not body.lstrip().startswith(b"{"):
-        return None
-    try:
-        data = json.loads(body)
-    except ValueError:
+    data = _understood(body)
+    if data is None:
         return None
     if data.get("cache_prompt", True) is not True or data.get("lora"):
         return None

@@ -7,6 +7,7 @@ import logging
 import time
 
 from .. import slotfile
+from ..errors import KVStoreError
 from ..records import Entry, hex_id
 from ..store import Store
 from .proxy_fingerprint import save
@@ -19,8 +20,10 @@ from .proxy_upstream import UpstreamError
 log = logging.getLogger("kvstore.proxy")
 SAVE_SECONDS = 120.0
 LAST_SAVES_SECONDS = 10.0
+ASK_AGAIN_SECONDS = 1.0
 # States that wait in memory for the put before them; more than this are not kept.
 MAX_WAITING = 3
+MAX_PUTS = 3  # of one state, where the store fails
 
 
 class Saver:
@@ -61,7 +64,10 @@ class Saver:
                 if left > 0 or not slots.quiet:
                     await asyncio.sleep(max(left, 0.05))
                     continue
+                slot: Slot | None = None
                 try:
+                    if not await self.server.awake():
+                        continue
                     working = await self.server.working()
                     if working:
                         await asyncio.sleep(0.2)
@@ -72,12 +78,12 @@ class Saver:
                             await self._save(slot)
                         finally:
                             await slots.release(slot)
-                    await asyncio.gather(*self._puts)
                 except Exception:
                     self.metrics.count("failures")
                     log.warning("a slot was not saved", exc_info=True)
-                    for each in slots.all:
-                        each.origin = None
+                    if slot is None:  # the server could not be asked; the slots stay as they are
+                        await asyncio.sleep(ASK_AGAIN_SECONDS)
+                await asyncio.gather(*self._puts, return_exceptions=True)
 
     async def before_overwrite(self, choice: Choice) -> None:
         """The caller has the slot, and a request for it."""
@@ -107,9 +113,15 @@ class Saver:
             log.warning("not all was saved at the end", exc_info=True)
 
     async def _last(self) -> None:
-        for slot in self.server.slots.all:
-            if self._worth(slot) and self.server.slots.take(slot):
-                await self._save(slot)
+        slots = self.server.slots.all
+        if any(slot.origin is not None for slot in slots) and await self.server.awake():
+            for slot in slots:
+                if self._worth(slot) and self.server.slots.take(slot):
+                    try:
+                        await self._save(slot)
+                    except (KVStoreError, OSError):
+                        self.metrics.count("failures")
+                        log.warning("a slot was not saved at the end", exc_info=True)
         await asyncio.gather(*self._puts)
 
     async def _save(self, slot: Slot) -> None:
@@ -124,11 +136,17 @@ class Saver:
             file = await save(server.upstream, server.files, slot.id, SAVE_SECONDS)
         except UpstreamError as error:
             slot.forget()
-            if error.status is None:
+            if error.status is None and not error.late:
                 server.suspect()
             raise
+        except asyncio.CancelledError:
+            slot.origin, slot.n_prompt = origin, n_prompt  # nothing happened to the slot
+            raise
         server.slots.rates.saved(file.tokens.shape[0], file.state.nbytes, time.perf_counter() - started)
-        if file.media or file.tokens.shape[0] < server.settings.min_tokens:
+        if file.media:
+            return
+        if file.tokens.shape[0] < server.settings.min_tokens:
+            slot.tokens, slot.n_total, slot.stored, slot.entry = file.tokens, file.tokens.shape[0], 0, None
             return
         if n_prompt and not server.tokenizer.learn(origin, file.tokens, n_prompt):
             self.metrics.count("token_mismatches")
@@ -150,8 +168,8 @@ class Saver:
         server = self.server
         try:
             n_system, user_start = await starts(server.tokenizer, server.upstream.ask, origin, file.tokens)
-        except UpstreamError as error:
-            log.info("the system block of a prompt is not known: %s", error.message)
+        except (UpstreamError, KeyError, TypeError, ValueError, RecursionError) as error:
+            log.info("the system block of a prompt is not known: %s", error)
             n_system = user_start = 0
 
         def put() -> Entry:
@@ -165,10 +183,20 @@ class Saver:
         except Exception:
             self.metrics.count("failures")
             log.warning("a state was not stored", exc_info=True)
-            if slot.stored == file.tokens.shape[0]:
-                slot.stored, slot.entry = 0, None
+            await self._put_failed(origin, file, slot)
             return
         self.metrics.count("saves")
         if slot.tokens is file.tokens:
             slot.entry = entry.id
         log.debug("stored %s: %d tokens of slot %d", hex_id(entry.id), entry.n_tokens, slot.id)
+
+    async def _put_failed(self, origin: Prompt, file: slotfile.SlotFile, slot: Slot) -> None:
+        """The slot is saved again after a while, if it still holds the same: most failures pass."""
+        if slot.tokens is file.tokens:
+            slot.stored, slot.entry = 0, None
+        origin.puts_failed += 1
+        if not self._stopping and origin.puts_failed < MAX_PUTS:
+            await asyncio.sleep(ASK_AGAIN_SECONDS)
+            if slot.tokens is file.tokens and slot.origin is None:
+                slot.origin = origin
+                self.wake()

@@ -67,6 +67,9 @@ class Server:
         self._refused = False
         self._sure_at = 0.0
         self._lists_slots = True
+        self._asleep = False  # when it should have been linked to: the next request wakes it anyway
+        self._asked = False
+        self._tells_tasks = False  # /slots names the last task of a slot
         # What a request waits for never stands behind a put.
         self._quick = ThreadPoolExecutor(4, "kvstore-proxy")
         self._puts = ThreadPoolExecutor(1, "kvstore-proxy-put")
@@ -101,39 +104,60 @@ class Server:
     async def check(self) -> bool:
         """Whether this is still the process that we know, with slots as we left them. Links to a new one."""
         if self._refused:
+            if time.monotonic() - self._failed_at > RETRY_SECONDS:
+                self._start_link()  # this request does not wait for it
             return False
         if not self._suspect and time.monotonic() - self._sure_at < SURE_SECONDS:
             return self.store is not None
         if self.identity is not None:
             try:
-                ask = self.upstream.ask
                 # /props is answered beside the server's loop, /slots by it, which may be in the middle of a batch.
                 if self.slots.quiet and self._lists_slots:
-                    props, listed = await asyncio.gather(ask("GET", "/props", timeout=CHECK_SECONDS), self._listed())
+                    props, listed = await asyncio.gather(self._props(), self._listed())
                 else:
-                    props, listed = await ask("GET", "/props", timeout=CHECK_SECONDS), None
-                same = marker_of(props) == self.identity.marker and not self._restarted(listed)
-                if same and (not self._suspect or props.get("media_marker")):
+                    props, listed = await self._props(), None
+                if self._same(props, listed):
                     self._suspect = False
                     self._sure_at = time.monotonic()
                     self._compare(listed)
                     return self.store is not None
             except UpstreamError as error:
-                if error.late and not self.slots.quiet and not self._suspect:
-                    return self.store is not None  # it has its hands full
+                if error.late and not self._suspect:
+                    # It has its hands full, with our requests or somebody else's.
+                    return self.store is not None and not self.slots.quiet
                 log.info("llama-server does not answer: %s", error.message)
             self._suspect = True
         await self._link()
         return self.store is not None and not self._suspect
 
+    async def _props(self) -> dict[str, Any]:
+        """Neither wakes a sleeping server nor keeps one awake. Takes notice of one that sleeps. Raises UpstreamError."""
+        events = self.slots.events
+        props = await self.upstream.ask("GET", "/props", timeout=CHECK_SECONDS)
+        if not isinstance(props, dict):
+            raise UpstreamError("GET /props: not an object")
+        if props.get("is_sleeping") and events == self.slots.events:
+            self.slots.lost()
+        return props
+
+    def _same(self, props: dict[str, Any], listed: list[dict[str, Any]] | None = None) -> bool:
+        """Whether this is the process that we know."""
+        if self.identity is None or marker_of(props) != self.identity.marker:
+            return False
+        return bool(props.get("media_marker")) or not (self._suspect or self._restarted(listed))
+
     async def _listed(self) -> list[dict[str, Any]] | None:
+        """None where the server does not say, or not in time, or where a slot was used meanwhile: the list is old then."""
+        events = self.slots.events
         try:
-            return list(await self.upstream.ask("GET", "/slots", timeout=CHECK_SECONDS))
+            listed = list(await self.upstream.ask("GET", "/slots", timeout=CHECK_SECONDS))
         except UpstreamError as error:
-            if error.status is None:
+            if error.status is None and not error.late:
                 raise
-            self._lists_slots = False  # --no-slots
+            if error.status in (401, 403, 404, 501):
+                self._lists_slots = False  # --no-slots
             return None
+        return listed if events == self.slots.events else None
 
     def _restarted(self, listed: list[dict[str, Any]] | None) -> bool:
         """A slot that had a task and has none, or an older one, is a new process's."""
@@ -150,9 +174,12 @@ class Server:
 
     def _compare(self, listed: list[dict[str, Any]] | None) -> None:
         """Forgets slots that somebody else used."""
+        self._tells_tasks |= any(now.get("id_task") is not None for now in listed or ())
         for slot, now in self._pairs(listed):
             if now.get("is_processing"):
                 continue
+            if self._tells_tasks and slot.n_total and now.get("id_task") is None:
+                slot.forget()  # no task since it slept
             seen = (now.get("id_task"), now.get("n_prompt_tokens"))
             if slot.seen is None:
                 # Ours was the last request, unless the number of tokens is far from what it left.
@@ -173,14 +200,22 @@ class Server:
             self._compare(listed)
         return frozenset(slot.id for slot, now in self._pairs(listed) if now.get("is_processing") and not slot.busy)
 
-    async def _link(self) -> None:
+    async def awake(self) -> bool:
+        """Whether the slots still hold something. Raises UpstreamError."""
+        return not (await self._props()).get("is_sleeping")
+
+    def _start_link(self) -> asyncio.Task[None]:
         if self._linking is None or self._linking.done():
             self._linking = asyncio.create_task(self._look())
+        return self._linking
+
+    async def _link(self) -> None:
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._linking), LINK_SECONDS)
+            await asyncio.wait_for(asyncio.shield(self._start_link()), LINK_SECONDS)
 
     async def _look(self) -> None:
         """Find out which server this is, and open its states. Never raises."""
+        self._asleep = False
         try:
             identity = await identify(self.upstream, self.files)
             if self.identity is not None and self.identity.marker != identity.marker:
@@ -195,11 +230,12 @@ class Server:
             self.bad.clear()
             self.useless = 0
             self._suspect = self._refused = False
+            self._lists_slots, self._tells_tasks = True, False
             if self.off:
                 log.info("caching for %s, %d slots", identity.model, identity.n_slots)
             self.off = ""
         except UpstreamError as error:
-            self._refused = error.status in (401, 403, 404)
+            self._refused = error.status not in (None, 503)  # 503: it loads its model
             await self._turn_off(f"{error} (give --upstream-api-key)" if error.status in (401, 403) else str(error))
         except (CacheOff, KVStoreError) as error:
             self._refused = True
@@ -223,18 +259,45 @@ class Server:
             await self.run_put(old.close)  # behind the puts that are under way
         self.store = await self.run_put(lambda: Store(self.settings.store, **options))
 
+    def look_again(self) -> None:
+        """Somebody wants to know how the server is."""
+        self._asked = True
+
     async def watch(self) -> None:
-        """Links to the server as soon as it is there, so that no request has to wait for it."""
+        """Links to the server as soon as it is there, so that no request has to wait for it. After that the server is not
+        asked anything unless somebody wants to know: it may be about to sleep."""
         while True:
             try:
-                if self._refused:
-                    if time.monotonic() - self._failed_at > RETRY_SECONDS:
-                        await self._link()
-                elif self._suspect or (self.slots.quiet and time.monotonic() - self.slots.last_active > POLL_SECONDS):
-                    await self.check()
+                asked, self._asked = self._asked, False
+                if asked or not (self._refused or self._asleep or not self._suspect):
+                    await self._glance()
             except Exception:
                 log.warning("the look at the server failed", exc_info=True)
             await asyncio.sleep(POLL_SECONDS if self.store is not None else POLL_SECONDS / 4)
+
+    async def _glance(self) -> None:
+        """A look that does not wake the server."""
+        if self._refused and time.monotonic() - self._failed_at < RETRY_SECONDS:
+            return
+        asleep = same = False
+        try:
+            props = await self._props()
+            asleep, same = bool(props.get("is_sleeping")), self._same(props)
+        except UpstreamError as error:
+            if error.late:
+                return
+            if error.status in (None, 503):
+                self._suspect, self._refused = True, False
+                await self._turn_off(str(error))
+                return
+        if asleep and (self._suspect or self._refused):
+            self._asleep = True
+            if self.store is None:
+                self.off = "the server sleeps, the next request wakes it"
+        elif self._refused:
+            await self._link()
+        elif self._suspect or not same:
+            await self.check()
 
     async def close(self) -> None:
         if self._linking is not None:

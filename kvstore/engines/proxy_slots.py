@@ -115,6 +115,7 @@ class Slots:
         self.rates = rates
         self.min_gain = min_gain
         self.all: list[Slot] = []
+        self.events = 0  # how often a slot was taken or given back: what was listed before is old then
         self.foreign = 0  # requests under way that the server finds a slot for by itself
         self.waiting = 0
         self.last_active = time.monotonic()
@@ -124,7 +125,14 @@ class Slots:
         """New slots, all empty. Who holds an old one gives it back to nobody, who waits for one gets none."""
         async with self._free:
             self.all = [Slot(i) for i in range(n)]
+            self.events += 1
             self._free.notify_all()
+
+    def lost(self) -> None:
+        """The server unloaded its model, and what the slots held."""
+        for slot in self.all:
+            if not slot.busy:
+                slot.forget()
 
     @property
     def quiet(self) -> bool:
@@ -135,10 +143,12 @@ class Slots:
     def passing(self) -> Iterator[None]:
         """A request that the server finds a slot for: afterwards any slot may hold something else."""
         self.foreign += 1
+        self.events += 1
         try:
             yield
         finally:
             self.foreign -= 1
+            self.events += 1
             self.last_active = time.monotonic()
 
     async def acquire(self, prompt: Prompt, match: Match | None, stuck: frozenset[int] = frozenset()) -> Choice:
@@ -155,7 +165,7 @@ class Slots:
                     if free:
                         free = [s for s in free if s.id not in stuck] or free
                         choice = min((self._weigh(s, prompt, match) for s in free), key=lambda c: c[0])[1]
-                        choice.slot.busy = True
+                        self.take(choice.slot)
                         return choice
                     await self._free.wait()
             raise UpstreamError("llama-server went away")
@@ -167,11 +177,13 @@ class Slots:
         if slot.busy:
             return False
         slot.busy = True
+        self.events += 1
         return True
 
     async def release(self, slot: Slot) -> None:
         async with self._free:
             slot.busy = False
+            self.events += 1
             self._free.notify_all()
         self.last_active = time.monotonic()
 

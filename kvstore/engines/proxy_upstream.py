@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import httpx
-
 from ..errors import KVStoreError
-from .proxy_wire import Wire, WireError
+from .http_client import Answer, HttpClient, HttpError, RawHeaders
 
 # RFC 9110, 7.6.1: these are between two neighbours and are not passed on.
 HOP_BY_HOP = frozenset(
@@ -25,8 +24,6 @@ HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
-CONNECT_SECONDS = 10.0
-RawHeaders = list[tuple[bytes, bytes]]
 
 
 class UpstreamError(KVStoreError):
@@ -56,17 +53,10 @@ class Upstream:
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self.api_key = api_key
-        self._own = Wire(self.url)
-        self._url = httpx.URL(self.url)
-        # A kept connection that the server closes at the same moment would fail a request that cannot be sent twice.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        # The client around it adds headers, cookies and redirects, none of which a proxy wants, and a third to the time.
-        self._forward = httpx.AsyncHTTPTransport(limits=limits, trust_env=False)
-        self._timeout = httpx.Timeout(None, connect=CONNECT_SECONDS).as_dict()
+        self._client = HttpClient(self.url)
 
     async def close(self) -> None:
-        await self._own.close()
-        await self._forward.aclose()
+        await self._client.close()
 
     @property
     def authorization(self) -> dict[str, str]:
@@ -99,8 +89,8 @@ class Upstream:
     ) -> tuple[int, bytes]:
         sent = {"Content-Type": "application/json", **headers, **self.authorization}
         try:
-            return await self._own.request(method, path, sent, content, timeout)
-        except WireError as error:
+            return await self._client.request(method, path, sent, content, timeout)
+        except HttpError as error:
             raise UpstreamError(f"{method} {path}: {error}", late=error.late) from error
 
     async def text(self, path: str, headers: Mapping[str, str]) -> str:
@@ -110,19 +100,25 @@ class Upstream:
             raise UpstreamError(f"GET {path}: {status}", status=status)
         return data.decode("utf-8", "replace")
 
-    async def forward(
-        self, method: str, target: bytes, headers: RawHeaders, content: Any, *, keep_authorization: bool
-    ) -> httpx.Response:
-        """A client's request, sent as it came; the answer's body is not read yet. Raises httpx.HTTPError.
+    def forward(
+        self,
+        method: str,
+        target: bytes,
+        headers: RawHeaders,
+        content: bytes | AsyncIterator[bytes] | None,
+        *,
+        keep_authorization: bool,
+        with_key: bool = True,
+    ) -> AbstractAsyncContextManager[Answer]:
+        """A client's request, sent as it came; the answer's body is not read yet. Raises HttpError.
 
-        `target` is path and query as the client wrote them. `headers` have no Host and, where `content` is bytes, no
-        length.
+        `target` is path and query as the client wrote them. `headers` have no length where `content` is bytes.
+        Without `with_key` the server is asked as by somebody who has no key.
         """
         without = [b"host", b"expect"]  # the body is here already
         if self.api_key or not keep_authorization:
             without += [b"authorization", b"x-api-key"]
-        sent: RawHeaders = end_to_end(headers, without)
-        sent += [(name.lower().encode(), value.encode()) for name, value in self.authorization.items()]
-        url = self._url.copy_with(raw_path=self._url.raw_path.rstrip(b"/") + target)
-        request = httpx.Request(method, url, headers=sent, content=content, extensions={"timeout": self._timeout})
-        return await self._forward.handle_async_request(request)
+        sent = end_to_end(headers, without)
+        if with_key:
+            sent += [(name.lower().encode(), value.encode()) for name, value in self.authorization.items()]
+        return self._client.stream(method, target, sent, content)
