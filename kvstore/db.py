@@ -593,7 +593,7 @@ def remove_if_empty(path: str, created: tuple[int, int] | None, key: str | None)
     with suppress(apsw.Error, KVStoreError, OSError):
         connection = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READWRITE)
         try:
-            if key is not None:
+            if key is not None and os.path.getsize(path):
                 apply_key(connection, key, path)
             connection.pragma("locking_mode", "exclusive")
             connection.execute("BEGIN")

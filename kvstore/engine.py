@@ -30,6 +30,7 @@ log.addHandler(logging.NullHandler())  # silent unless the program that uses us 
 # A put larger than this checkpoints each time it has written so much: its log stays smaller than it.
 LOG_BYTES = 512 << 20
 RESERVE_FROM = 8 << 20
+CHUNKS_PER_STEP = 8  # seven of them share a page of their table
 TRIES = 8  # of a put whose parent or staged blob another process removes
 # Why an entry may go: what someone asked for is no eviction, and what a newer entry serves is no loss.
 ASKED = ("deleted", "taken")
@@ -68,6 +69,7 @@ class Engine:
         self.shelf = Shelf(self.reader, self.tally.spent)
         self.space = Space(database, disk_budget, self.writing, self.evictor, self._relieve)
         self.spare: Spare | None = None
+        self._detaching = False
         self.last_write = 0.0
         self.putting = 0  # puts under way
         self._fingerprint_id: int | None = None
@@ -167,6 +169,23 @@ class Engine:
                 raise
         return step()
 
+    def removing(self, step: Callable[[], T]) -> T:
+        """`freeing` of entries that go. A large one, whose chunks need more of the log than there is, goes without them.
+
+        They are then deleted in steps, as what a failed put left is.
+        """
+        try:
+            return self.freeing(step)
+        except DiskFullError:
+            self._detaching = True
+        try:
+            done = step()
+        finally:
+            self._detaching = False
+        with suppress(KVStoreError):
+            self.clear_cut_off()
+        return done
+
     def _relieve(self) -> bool:
         """Gives up the spare blocks on a full disk; False where there are none."""
         return self.spare is not None and self.spare.give_up()
@@ -191,6 +210,8 @@ class Engine:
         entry = self._to_drop(c, id)
         if entry is not None:
             dropped.append((entry, why))
+        if self._detaching:
+            queries.detach_blobs(c, id)
         try:
             queries.delete_entry(c, id)
         except ConstraintError:
@@ -493,12 +514,30 @@ class Engine:
 
     def _reclaim(self, wait: bool) -> int:
         self.space.empty_log(wait=wait)
-        with self.db.write(durable=False, wait=wait) as c:
-            n = self.reclaim(c)
+        try:
+            with self.db.write(durable=False, wait=wait) as c:
+                n = self.reclaim(c)
+        except DiskFullError:
+            n = self._reclaim_in_steps(wait)
         with suppress(DiskFullError), self.db.write(durable=False, wait=wait) as c:
             queries.incremental_vacuum(c, self.space.bite(queries.pages(c)[2], 3))
         self.db.checkpoint(truncate=True, wait=False)
         return n
+
+    def _reclaim_in_steps(self, wait: bool) -> int:
+        """`reclaim`, a few chunks in a transaction, for a disk that has hardly room for a log."""
+        path = None if self.db.memory else self.db.path
+        with self.db.read() as c:
+            dead = [blob for blob, writer in queries.staged(c) if not writers.alive(writer, path)]
+        for blob in dead:
+            more = True
+            while more:
+                self.db.checkpoint(truncate=True, wait=wait)
+                with self.db.write(durable=False, wait=wait) as c:
+                    more = queries.delete_last_chunks(c, blob, CHUNKS_PER_STEP)
+                    if not more:
+                        queries.delete_staged(c, blob)
+        return len(dead)
 
     def _stage(self, c: Connection, parts: list[Part], writer: str) -> list[int]:
         return [queries.stage_blob(c, p.name, p.kind, p.size, p.data.size, writer) for p in parts]
@@ -638,7 +677,7 @@ class Engine:
     # -- delete
 
     def delete(self, id: int, children: str, why: str = "deleted") -> list[int]:
-        removed = self.freeing(lambda: self._delete(id, children, why))
+        removed = self.removing(lambda: self._delete(id, children, why))
         self.last_write = time.monotonic()  # a put that takes the place may come
         return removed
 

@@ -503,6 +503,21 @@ def delete_staged(c: Connection, blob: int) -> bool:
     return c.changes() == 1
 
 
+def detach_blobs(c: Connection, id: int) -> None:
+    """Leaves the blobs of an entry, and of those stored against it, staged by nobody: the entry can go without them."""
+    sql = """UPDATE blobs SET entry = NULL, writer = '' WHERE entry = ?1
+ OR entry IN (SELECT entry FROM meta WHERE parent = ?1)"""
+    c.execute(sql, (signed(id),))
+
+
+def delete_last_chunks(c: Connection, blob: int, n: int) -> bool:
+    """Deletes up to n chunks of a blob that belongs to no entry; False where it has none."""
+    sql = """DELETE FROM chunks WHERE id IN (SELECT k.id FROM chunks k JOIN blobs b ON b.id = k.blob
+ WHERE k.blob = ? AND b.entry IS NULL ORDER BY k.seq DESC LIMIT ?)"""
+    c.execute(sql, (blob, n))
+    return c.changes() > 0
+
+
 # -- policy's questions
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -16,7 +17,7 @@ import numpy as np
 from . import check, db, disk, layout, learning, meta, policy, prefixes, queries, queries_lists, queries_upkeep, upkeep
 from .arguments import as_array, as_tokens, choice, entry_id, is_text, whole
 from .engine import Engine
-from .errors import DiskFullError, InvalidInputError, KVStoreError, NotFoundError, StoreIOError
+from .errors import BusyError, DiskFullError, InvalidInputError, KVStoreError, NotFoundError, StoreIOError
 from .hashing import Digests, family
 from .job import Job, new_id
 from .lru import RamCache
@@ -61,13 +62,15 @@ def _close(engine: Engine, behind: WriteBehind, background: upkeep.Upkeep | None
     engine.ram.clear()
 
 
-def _open(path: str, build: Callable[[], Engine], *, create: bool, key: str | None) -> Engine:
+def _open(path: str, build: Callable[[], Engine], *, create: bool, key: str | None, timeout: float) -> Engine:
     """An engine whose file is prepared. Where that fails, a file that was created for it goes, unless another filled it."""
-    spare = None
+    spare, before, created = None, None, False
+    started = time.monotonic()
     for tries_left in reversed(range(TRIES)):
         if not create and path != db.MEMORY and not os.path.exists(path):
             raise StoreIOError(f"{path} does not exist", path=path)
-        created = create and db.reserve_file(path)
+        if create:
+            created = db.reserve_file(path) or (created and db.identity(path) == before)
         before = db.identity(path)
         if create and spare is None:
             spare = disk.Spare(path)
@@ -86,7 +89,11 @@ def _open(path: str, build: Callable[[], Engine], *, create: bool, key: str | No
         except BaseException as error:
             full = isinstance(error, DiskFullError) and spare is not None and spare.give_up()
             moved = create and isinstance(error, KVStoreError) and db.identity(path) != before
-            if tries_left and (full or moved):  # moved: another open that failed took the empty file away with it
+            # SQLite does not wait where two processes switch a new file's log on at once.
+            busy = isinstance(error, BusyError) and time.monotonic() - started < timeout
+            if busy:
+                time.sleep(min(timeout, 0.02))
+            if tries_left and (full or moved or busy):  # moved: another open that failed took the empty file away with it
                 continue
             if spare is not None:
                 spare.give_up()
@@ -162,7 +169,7 @@ class Store:
                 verify=verify,
             )
 
-        engine = _open(self.path, build, create=not readonly and not memory, key=key)
+        engine = _open(self.path, build, create=not readonly and not memory, key=key, timeout=timeout)
         self._engine = engine
         self._behind = WriteBehind(engine)
         self._write_behind = write_behind and not readonly

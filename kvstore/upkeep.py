@@ -28,7 +28,7 @@ def expire(engine: Engine, limit: int = EXPIRED_PER_BITE, *, wait: bool = False)
     """Deletes up to `limit` expired entries, with those stored against them; gives their ids."""
     with engine.db.read() as c:
         ids = queries.expired(c, engine.now(), limit)
-    return engine.freeing(lambda: _expire(engine, limit, wait)) if ids else []
+    return engine.removing(lambda: _expire(engine, limit, wait)) if ids else []
 
 
 def _expire(engine: Engine, limit: int, wait: bool) -> list[int]:

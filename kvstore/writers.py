@@ -196,8 +196,9 @@ def _holds(path: str, offset: int) -> bool:
         import fcntl
 
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
-        kind: int = _FLOCK.unpack(fcntl.fcntl(fd, _GET, asked))[0]
-        return kind != fcntl.F_UNLCK
+        kind, _, _, length, _ = _FLOCK.unpack(fcntl.fcntl(fd, _GET, asked))
+        # Who holds more than one byte is removing the file, and found that nobody else holds any.
+        return bool(kind != fcntl.F_UNLCK and length == 1)
     except OSError:
         return True
     finally:

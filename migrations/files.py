@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -23,6 +24,7 @@ from kvstore.db import Connection, Database
 from kvstore.errors import BusyError, DiskFullError, KVStoreError, MigrationError, StoreIOError
 
 UPGRADING = ".upgrading"
+RETRY_SECONDS = 0.05  # between tries to have the file alone
 LEFTOVERS = ("", "-journal", "-wal", "-shm")
 
 
@@ -39,6 +41,7 @@ def locked(database: Database) -> Iterator[Connection]:
     The lock is let go before the block ends where the block commits or closes.
     """
     path = database.path
+    give_up = time.monotonic() + database.timeout
     while True:
         before = identity(path)
         database.reopen()
@@ -50,6 +53,9 @@ def locked(database: Database) -> Iterator[Connection]:
                     c.pragma("locking_mode", "exclusive")  # also between the transactions
                     c.execute("BEGIN EXCLUSIVE")
             except BusyError as error:
+                if time.monotonic() < give_up:  # SQLite does not wait where it would leave the journal mode
+                    time.sleep(RETRY_SECONDS)
+                    continue
                 what = "being upgraded by another process" if os.path.exists(path + UPGRADING) else "open in another process"
                 raise BusyError(
                     f"{path} is {what}", path=path, hint="an upgrade needs the file alone: try again later"

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from storekit import MIB, dump, file_bytes, noise, state
 
 import kvstore
-from kvstore import Store, cli, disk
+from kvstore import Store, blobs, cli, disk
 
 LEVELS = [0, 4096, 65_536, 300_000, 1_000_000, 1_500_000, 3_000_000, 6_000_000]
 
@@ -82,6 +82,26 @@ def test_deletes_and_gc(left: int, size: int, budget: int, opened: str, full: Pa
     with open_here(full) as store:
         assert_sound(store, 1)
     assert sorted(p.name for p in full.iterdir()) == ["filler", "kv.store"]
+
+
+@pytest.mark.parametrize("opened", ["before", "after"])
+def test_an_entry_of_many_chunks(opened: str, full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes more of the log to delete than is kept aside."""
+    monkeypatch.setattr(blobs, "CHUNK_BYTES", 9_000)
+    store = open_here(full)
+    large = store.put([1], noise(1, 15_000_000))
+    store.put([2], b"stays")
+    store.gc()
+    if opened == "after":
+        store.close()
+    fill(full, 0)
+    if opened == "after":
+        store = open_here(full)
+    with store:
+        assert store.delete(large.id) == [large.id]
+        store.gc()
+        assert_sound(store, 1)
+        assert store.stats().file_bytes < 4 * MIB
 
 
 @pytest.mark.parametrize("left", [0, 100_000])
