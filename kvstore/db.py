@@ -15,9 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import apsw
-
-from . import header
+from . import header, keys
 from .errors import (
     BusyError,
     ClosedError,
@@ -31,10 +29,16 @@ from .errors import (
     ReadOnlyError,
     StoreIOError,
     UnsafeFilesystemError,
-    WrongKeyError,
 )
 from .header import EMPTY, Header
 from .wal import Syncer, reserve
+
+try:
+    import apsw
+
+    _ = apsw.Connection  # the folder can be there without its files
+except (ImportError, AttributeError) as _error:
+    raise ImportError(keys.damaged_installation()) from _error
 
 Connection: TypeAlias = apsw.Connection
 MEMORY = ":memory:"
@@ -57,6 +61,7 @@ JOURNAL_MODE = "wal"
 # Pages; the pager spills into the log beyond this. 8 MiB was as fast as any; 100 MiB was a third slower.
 CACHE_KIB = 8192
 READERS_KEPT = 8
+HAS_CIPHER = hasattr(apsw, "mc_version")
 # Releases whose readers can stay at an old state of the file, seen with the tests of this project (3.54.1 is right again).
 _BROKEN_SQLITE = {"3.54.0"}
 
@@ -78,8 +83,12 @@ def translate(error: apsw.Error, path: str, key: bool = False) -> KVStoreError:
         )
     if isinstance(error, apsw.NotADBError):
         if key:
-            return WrongKeyError(f"the key does not open {path}", path=path, hint="give the key it was created with")
-        return NotAStoreError(f"{path} is no kvstore: it is no SQLite database, or it is encrypted", path=path)
+            return keys.refused(path)
+        return NotAStoreError(
+            f"{path} is not a kvstore: it is not an SQLite database, or it is encrypted",
+            path=path,
+            hint=f"{NotAStoreError.hint}; an encrypted one needs its key (key=, --key-file)",
+        )
     if isinstance(error, apsw.CorruptError):
         return CorruptStoreError(f"{path} is damaged: {error}", path=path)
     if isinstance(error, apsw.CantOpenError):
@@ -161,8 +170,10 @@ class Database:
         if apsw.sqlite_lib_version() in _BROKEN_SQLITE:
             raise StoreIOError(
                 f"SQLite {apsw.sqlite_lib_version()} can give old states of a file to its readers",
-                hint="install another release of apsw",
+                hint=keys.install(keys.CIPHERS if HAS_CIPHER else keys.PLAIN),
             )
+        if key is not None:
+            keys.check(key)
         self.path = path
         self.readonly = readonly
         self.timeout = timeout
@@ -176,10 +187,22 @@ class Database:
         self._checkpointer: Connection | None = None
         self._closed = False
         self._synchronous = ""
-        if not self.memory and key is None:
-            refuse(path, peek(path))
+        self._refuse()
         self._writer = self._connect(writable=not readonly)
         _OPEN.add(self)
+
+    def _refuse(self) -> None:
+        """Raises where this file cannot be opened this way: before a connection could change it."""
+        if self.memory:
+            if self.encrypted:
+                raise InvalidInputError("a store in memory cannot be encrypted", hint="open it without a key")
+            return
+        found = peek(self.path)
+        refuse(self.path, found)
+        if self.encrypted and found is not None and found != EMPTY:
+            raise keys.not_encrypted(self.path)
+        if self.encrypted and not HAS_CIPHER:
+            raise keys.no_cipher(self.path)
 
     def _connect(self, writable: bool) -> Connection:
         flags = apsw.SQLITE_OPEN_READWRITE if writable or self.memory else apsw.SQLITE_OPEN_READONLY
@@ -195,7 +218,7 @@ class Database:
             connection = apsw.Connection(target, flags=flags)
             connection.set_busy_timeout(int(self.timeout * 1000))
             if self._key is not None:
-                apply_key(connection, self._key, self.path)
+                connection.pragma("key", self._key)
             self._set(connection, "foreign_keys", 1)  # off by default; deletes rely on it
             self._set(connection, "recursive_triggers", 0)  # the delete trigger spells out its one level
             self._set(connection, "cache_size", -CACHE_KIB)
@@ -458,15 +481,6 @@ def refuse(path: str, found: Header | None) -> None:
             path=path,
             version=found.user_version,
         )
-
-
-def apply_key(connection: Connection, key: str, path: str) -> None:
-    """Sets the key of an encrypted file; WrongKeyError where the installed apsw can not encrypt."""
-    if not hasattr(apsw, "mc_version"):
-        raise WrongKeyError(
-            f"{path} needs a key, and the installed apsw can not encrypt", path=path, hint="pip install apsw-sqlite3mc"
-        )
-    connection.pragma("key", key)
 
 
 def user_version(connection: Connection) -> int:

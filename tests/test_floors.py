@@ -14,8 +14,8 @@ FLOORS: list[set[str]] = [
     # facts: errors, records, what the C code and a file's header look like
     {"errors", "header", "native", "native.build", "records"},
     # formats and single resources, each by itself
-    {"arguments", "bkvd", "db", "hashing", "layout", "layout_cells", "layout_convert", "layout_crop", "layout_parse",
-     "layout_types", "lru", "meta", "policy", "slotfile", "wal"},
+    {"arguments", "bkvd", "db", "hashing", "keys", "layout", "layout_cells", "layout_convert", "layout_crop",
+     "layout_parse", "layout_types", "lru", "meta", "policy", "slotfile", "wal"},
     # the file's tables
     {"audit", "queries", "upgrade", "migrations"},
     # what is made of rows
