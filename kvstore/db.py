@@ -223,6 +223,7 @@ class Database:
             self._set(connection, "recursive_triggers", 0)  # the delete trigger spells out its one level
             self._set(connection, "cache_size", -CACHE_KIB)
             self._set(connection, "wal_autocheckpoint", 0)  # we checkpoint behind the put, not inside its commit
+            self._set(connection, "secure_delete", 0)  # builds with ciphers turn it on: evictions then fill the log with zeros
             self._set(connection, "temp_store", 2)  # nothing of a prompt in temporary files
             self._set(connection, "trusted_schema", 0)  # the file may come from anywhere
             self._set(connection, "cell_size_check", 1)  # damage is found where it is, not where it leads

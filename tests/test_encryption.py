@@ -14,7 +14,7 @@ from typing import Any
 
 import legacykit
 import pytest
-from storekit import noise, state
+from storekit import file_bytes, noise, state
 from test_cli import run  # noqa: F401  a fixture
 
 from kvstore import (
@@ -303,6 +303,37 @@ def test_the_key_is_nowhere_to_be_seen(path: Path, caplog: pytest.LogCaptureFixt
             call()
         shown.append(chain(caught.value))
     assert KEY not in "\n".join([*shown, caplog.text])
+
+
+@needs_cipher
+def test_a_store_is_not_larger_for_being_encrypted(path: Path) -> None:
+    """The cipher takes some bytes of each page; the chunks still fill as many pages."""
+    sizes = []
+    for key in (None, KEY):
+        with Store(path.with_name(f"{key}"), key=key, cache_ram_mib=0) as store:
+            store.put(TOKENS, noise(1, 32 << 20))
+        sizes.append(path.with_name(f"{key}").stat().st_size)
+    assert sizes[0] == sizes[1]
+
+
+@needs_cipher
+@pytest.mark.parametrize("key", [None, KEY])
+def test_the_disk_budget_holds_with_a_cipher_build(path: Path, key: str | None) -> None:
+    """Its SQLite overwrites what it deletes, unless told otherwise: evictions would fill the log."""
+    budget, n, largest = 12 << 20, 6, 0
+    with Store(path, key=key, cache_ram_mib=0, cache_disk_mib=12) as store:
+        with store._engine.db.read() as c:
+            assert c.pragma("secure_delete") == 0
+        for i in range(n):
+            store.put([i, 1], noise(i, 1_300_000))
+            store.put([i, 2], noise(i, 300))
+            largest = max(largest, file_bytes(path))
+        for i in range(n):
+            store.put([i, 3], noise(i, 3_000_000))
+            largest = max(largest, file_bytes(path))
+        assert store.stats().evictions["disk_budget"] > 0
+        assert store.verify() == []
+    assert largest <= budget
 
 
 @needs_cipher
