@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 NATIVE := $(wildcard kvstore/native/*.c kvstore/native/*.h kvstore/native/build.py)
 
-.PHONY: help demo test test-slow lint asan bench clean
+.PHONY: help demo test test-slow test-encryption lint asan bench clean
 help:
 	@echo "make demo       a real llama-server, killed and restarted, goes on from its stored states (3 minutes)"
 	@echo "make test       the tests (5 minutes)"
 	@echo "make test-slow  the slow tests"
+	@echo "make test-encryption  what needs an SQLite with ciphers, in an environment of its own"
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make asan       the codec and the parsers under AddressSanitizer and UBSan"
 	@echo "make bench      the codec and the store beside memcpy and plain files"
@@ -36,6 +37,19 @@ test: $(VENV)/.test
 
 test-slow: $(VENV)/.test
 	$(PY) -m pytest -m slow
+
+# The two commands of docs/encryption.md. Cipher and plain build exclude each other, so this is not in $(VENV).
+$(VENV)-encryption/.test: pyproject.toml setup.py kvstore/keys.py $(NATIVE)
+	$(PYTHON) -m venv $(VENV)-encryption
+	$(VENV)-encryption/bin/python -m pip install --quiet --upgrade pip setuptools
+	$(VENV)-encryption/bin/python -m pip install --quiet -e ".[encryption]" pytest pytest-timeout hypothesis
+	$(VENV)-encryption/bin/python -m pip install --quiet --force-reinstall --no-deps "apsw-sqlite3mc>=3.46,!=3.54.0.0"
+	$(VENV)-encryption/bin/python -m pip check
+	@touch $@
+
+test-encryption: $(VENV)-encryption/.test
+	$(VENV)-encryption/bin/python -c "import apsw; print(apsw.mc_version)"
+	$(VENV)-encryption/bin/python -m pytest tests/test_encryption.py tests/test_encryption_upgrade.py tests/test_privacy.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

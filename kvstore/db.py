@@ -18,9 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import apsw
-
-from . import disk, fsutil, header
+from . import disk, fsutil, header, keys
 from .errors import (
     BusyError,
     ClosedError,
@@ -33,7 +31,6 @@ from .errors import (
     NotAStoreError,
     ReadOnlyError,
     StoreIOError,
-    WrongKeyError,
 )
 from .header import EMPTY, Header
 from .paths import identity as identity
@@ -43,6 +40,13 @@ from .paths import reserve_file as reserve_file
 from .paths import resolve as resolve
 from .paths import resolve_new as resolve_new
 from .wal import Syncer, reserve
+
+try:
+    import apsw
+
+    _ = apsw.Connection  # the folder can be there without its files
+except (ImportError, AttributeError) as _error:
+    raise ImportError(keys.damaged_installation()) from _error
 
 Connection: TypeAlias = apsw.Connection
 MEMORY = ":memory:"
@@ -69,6 +73,7 @@ CACHE_KIB = 8192
 READERS_KEPT = 8
 # With less free than this beside what a transaction adds, its blocks are taken before the commit.
 NEARLY_FULL = 256 << 20
+HAS_CIPHER = hasattr(apsw, "mc_version")
 # Releases whose readers can stay at an old state of the file, seen with the tests of this project (3.54.1 is right again).
 _BROKEN_SQLITE = {"3.54.0"}
 
@@ -118,8 +123,12 @@ def translate(error: apsw.Error, path: str, key: bool = False, connection: Conne
         )
     if isinstance(error, apsw.NotADBError):
         if key:
-            return WrongKeyError(f"the key does not open {path}", path=path, hint="give the key it was created with")
-        return NotAStoreError(f"{path} is no kvstore: it is no SQLite database, or it is encrypted", path=path)
+            return keys.refused(path)
+        return NotAStoreError(
+            f"{path} is not a kvstore: it is not an SQLite database, or it is encrypted",
+            path=path,
+            hint=f"{NotAStoreError.hint}; an encrypted one needs its key (key=, --key-file)",
+        )
     cut_short = getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_SHORT_READ
     if isinstance(error, apsw.CorruptError) or cut_short:
         return CorruptStoreError(f"{path} is damaged: {error}", path=path)
@@ -160,8 +169,10 @@ class Database:
         if apsw.sqlite_lib_version() in _BROKEN_SQLITE:
             raise StoreIOError(
                 f"SQLite {apsw.sqlite_lib_version()} can give old states of a file to its readers",
-                hint="install another release of apsw",
+                hint=keys.install(keys.CIPHERS if HAS_CIPHER else keys.PLAIN),
             )
+        if key is not None:
+            keys.check(key)
         self.path = path if path == MEMORY else resolve(path)
         self.readonly = readonly
         self.timeout = timeout
@@ -175,14 +186,7 @@ class Database:
         self._checkpointer: Connection | None = None
         self._closed = False
         self._synchronous = ""
-        if not self.memory:
-            refuse_other_kinds(path)
-        if not self.memory and key is None:
-            refuse_other_programs(self.path)
-        if not self.memory and (other := other_name_in_use(self.path)) is not None:
-            raise StoreIOError(
-                f"{self.path} is a hard link to {other}, which has a log", path=self.path, hint=f"open it as {other}"
-            )
+        self._refuse()
         self._identity = None if self.memory else identity(self.path)
         self._log: tuple[int, int] | None = None
         self._frozen: tuple[int, int, int, int] | None = None
@@ -195,6 +199,23 @@ class Database:
                 raise
             self._writer = self._connect(writable=False)
         _OPEN.add(self)
+
+    def _refuse(self) -> None:
+        """Raises where this file cannot be opened this way: before a connection could change it."""
+        if self.memory:
+            if self.encrypted:
+                raise InvalidInputError("a store in memory cannot be encrypted", hint="open it without a key")
+            return
+        refuse_other_kinds(self.path)
+        found = refuse_other_programs(self.path)
+        if self.encrypted and found is not None and found != EMPTY:
+            raise keys.not_encrypted(self.path)
+        if self.encrypted and not HAS_CIPHER:
+            raise keys.no_cipher(self.path)
+        if (other := other_name_in_use(self.path)) is not None:
+            raise StoreIOError(
+                f"{self.path} is a hard link to {other}, which has a log", path=self.path, hint=f"open it as {other}"
+            )
 
     def _connect(self, writable: bool) -> Connection:
         flags = apsw.SQLITE_OPEN_READWRITE if writable or self.memory else apsw.SQLITE_OPEN_READONLY
@@ -212,11 +233,12 @@ class Database:
             self.refuse_if_moved()
             connection.set_busy_timeout(int(self.timeout * 1000))
             if self._key is not None:
-                apply_key(connection, self._key, self.path)
+                connection.pragma("key", self._key)
             self._set(connection, "foreign_keys", 1)  # off by default; deletes rely on it
             self._set(connection, "recursive_triggers", 0)  # the delete trigger spells out its one level
             self._set(connection, "cache_size", -CACHE_KIB)
             self._set(connection, "wal_autocheckpoint", 0)  # we checkpoint behind the put, not inside its commit
+            self._set(connection, "secure_delete", 0)  # builds with ciphers turn it on: evictions then fill the log with zeros
             self._set(connection, "temp_store", 2)  # nothing of a prompt in temporary files
             self._set(connection, "trusted_schema", 0)  # the file may come from anywhere
             self._set(connection, "cell_size_check", 1)  # damage is found where it is, not where it leads
@@ -506,18 +528,22 @@ def open_here(path: str) -> bool:
 PEEKS = 4
 
 
-def refuse_other_programs(path: str) -> None:
-    """Raises NotAStoreError or NewerStoreError where a file says, each time it is asked, that it is not for us.
+def refuse_other_programs(path: str) -> Header | None:
+    """What the file says it is. Raises NotAStoreError or NewerStoreError where it says each time that it is not for us.
 
     Another process may be in the middle of writing a page, or of emptying the log, each time but not every time.
     """
+    found: Header | None = None
     for n in range(PEEKS):
         try:
-            return refuse(path, peek(path))
+            found = peek(path)
+            refuse(path, found)
+            break
         except (NotAStoreError, NewerStoreError):
             if n == PEEKS - 1:
                 raise
             time.sleep(0.005 * (n + 1))
+    return found
 
 
 def peek(path: str) -> Header | None:
@@ -575,7 +601,7 @@ def relieve(path: str, key: str | None) -> None:
         connection = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READWRITE)
         try:
             if key is not None:
-                apply_key(connection, key, path)
+                connection.pragma("key", key)
             connection.pragma("locking_mode", "exclusive")
             if connection.pragma("application_id") == APPLICATION_ID and connection.pragma("journal_mode") == "wal":
                 with suppress(apsw.Error):
@@ -594,7 +620,7 @@ def remove_if_empty(path: str, created: tuple[int, int] | None, key: str | None)
         connection = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READWRITE)
         try:
             if key is not None and os.path.getsize(path):
-                apply_key(connection, key, path)
+                connection.pragma("key", key)
             connection.pragma("locking_mode", "exclusive")
             connection.execute("BEGIN")
             # The read locks an empty file against commits, and one with a log against everyone: neither writes anything.
@@ -607,15 +633,6 @@ def remove_if_empty(path: str, created: tuple[int, int] | None, key: str | None)
                         os.unlink(path + suffix)
         finally:
             connection.close(True)
-
-
-def apply_key(connection: Connection, key: str, path: str) -> None:
-    """Sets the key of an encrypted file; WrongKeyError where the installed apsw can not encrypt."""
-    if not hasattr(apsw, "mc_version"):
-        raise WrongKeyError(
-            f"{path} needs a key, and the installed apsw can not encrypt", path=path, hint="pip install apsw-sqlite3mc"
-        )
-    connection.pragma("key", key)
 
 
 def user_version(connection: Connection) -> int:

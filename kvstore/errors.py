@@ -133,7 +133,7 @@ class MigrationError(KVStoreError):
 
 
 class WrongKeyError(KVStoreError):
-    """The file is encrypted and the key does not open it, or encryption is not available."""
+    """The key does not open the file, the file is not encrypted, or this SQLite has no cipher."""
 
     code, exit_code = "wrong_key", 19
 

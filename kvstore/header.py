@@ -63,7 +63,9 @@ def _in_log(log: FileIO, size: int) -> Header | None:
     return None if committed is None else _header(committed)
 
 
-def _header(page: bytes) -> Header:
+def _header(page: bytes) -> Header | None:
+    if page[:16] != b"SQLite format 3\0":
+        return None  # encrypted
     user_version, _, application_id = struct.unpack_from(">3I", page, 60)
     kind, _, n_cells = struct.unpack_from(">BHH", page, 100)
     return Header(application_id, user_version, kind != 5 and n_cells == 0)

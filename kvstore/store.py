@@ -119,7 +119,7 @@ class Store:
     readonly: never writes; the file must exist and be of this version.
     auto_learn: learn the prefixes that three entries of a family have in common.
     timeout: seconds to wait for another process that writes, before BusyError.
-    key: opens, or creates, an encrypted file (needs apsw-sqlite3mc).
+    key: opens, or creates, an encrypted file (README, Encryption). Text, at least one character; it is never logged.
 
     A context manager. Safe to use from several threads, and several processes may open one file; not across a fork.
     """

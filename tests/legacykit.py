@@ -27,7 +27,7 @@ _spec.loader.exec_module(make_v1)
 # Fails the moment it is asked to: the n-th call of a function that changes names or syncs, or the n-th report of progress.
 KILLED = """
 import os, signal, sys
-path, at = sys.argv[1], int(sys.argv[2])
+path, at, key = sys.argv[1], int(sys.argv[2]), (sys.argv[3:] or [None])[0]
 seen = 0
 def count(*_):
     global seen
@@ -44,7 +44,7 @@ def counted(real):
 from kvstore import upgrade
 for name in ("link", "chmod", "replace", "fsync", "chown"):
     setattr(os, name, counted(getattr(os, name)))
-upgrade.upgrade(path, count)
+upgrade.upgrade(path, count, key=key)
 """
 
 
@@ -57,9 +57,9 @@ def odd(path: Path, seed: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def check(path: Path, expected: dict[str, dict[str, Any]]) -> None:
+def check(path: Path, expected: dict[str, dict[str, Any]], key: str | None = None) -> None:
     """Every entry is what it must be, and there are no others."""
-    with Store(path, cache_ram_mib=0) as store:
+    with Store(path, cache_ram_mib=0, key=key) as store:
         assert store.verify() == []
         entries = {entry.hex_id: entry for entry in store.entries()}
         for name, case in expected.items():

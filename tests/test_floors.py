@@ -14,7 +14,7 @@ FLOORS: list[set[str]] = [
     # facts: errors, records, what the C code and a file's header look like
     {"disk", "errors", "fsutil", "header", "native", "native.build", "paths", "printable", "records", "units"},
     # formats and single resources, each by itself
-    {"arguments", "bkvd", "db", "hashing", "layout", "layout_cells", "layout_convert", "layout_crop", "layout_parse",
+    {"arguments", "bkvd", "db", "hashing", "keys", "layout", "layout_cells", "layout_convert", "layout_crop", "layout_parse",
      "layout_recurrent", "layout_types", "lru", "meta", "policy", "slotfile", "wal", "workers", "writers"},
     # the file's tables
     {"audit", "queries", "queries_lists", "queries_prefixes", "queries_upkeep", "upgrade", "migrations"},

@@ -24,6 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell sees SIGINT and SIGPIPE
 MAX_CANDIDATES = 10
 MAX_COUNTED = 1000
+MAX_KEY_BYTES = 64 << 10
 
 
 class _PipeClosed(Exception):
@@ -130,14 +131,37 @@ def common(function: F) -> F:
 
 
 def key_of(key_file: str | None) -> str | None:
+    """The key in a file. Each run of the command reads it once, since it may be a pipe."""
     if key_file is None:
         return None
+    context = click.get_current_context(silent=True)
+    known: dict[str, Any] = {} if context is None else context.meta
+    name = f"{__name__}.key:{key_file}"
+    if name not in known:
+        known[name] = _read_key(key_file)
+    return str(known[name])
+
+
+def _read_key(key_file: str) -> str:
+    """The text of a key file without the line ends after it. No error quotes from it."""
     try:
-        key = Path(key_file).read_text(encoding="utf-8").rstrip("\r\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"the key file {key_file} cannot be read: {error}") from None
+        with open(key_file, "rb") as file:
+            data = file.read(MAX_KEY_BYTES + 1)
+    except OSError as error:
+        raise InvalidInputError(f"the key file {key_file} cannot be read: {error.strerror}") from None
+    if len(data) > MAX_KEY_BYTES:
+        raise InvalidInputError(
+            f"the key file {key_file} is larger than {MAX_KEY_BYTES >> 10} KiB", hint="give a file with nothing but the key"
+        )
+    try:
+        text = data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
+    except UnicodeDecodeError:
+        raise InvalidInputError(f"the key file {key_file} is not UTF-8 text", hint="save it as UTF-8") from None
+    key = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
     if not key:
-        raise InvalidInputError(f"the key file {key_file} is empty")
+        raise InvalidInputError(f"the key file {key_file} is empty", hint="write the key into it")
+    if "\0" in key:
+        raise InvalidInputError(f"the key file {key_file} contains a NUL character", hint="save it as UTF-8 text")
     return key
 
 

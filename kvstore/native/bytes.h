@@ -54,7 +54,7 @@ KV_INLINE void set64(uint8_t *p, uint64_t x)
         p[i] = (uint8_t)(x >> (8 * i));
 }
 
-/* The place of the lowest bit that is set; x is not 0. */
+/* The index of the lowest set bit; x is not 0. */
 KV_INLINE unsigned lowest_bit(uint64_t x)
 {
 #if defined(__GNUC__)

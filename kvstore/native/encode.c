@@ -1,16 +1,17 @@
-/* Encoding: a walk over sections, rows and runs of cells in the child's order. Spans of equal bytes come out one by one and
- * go through two stages, each with room for one: the span of the rule, then the open COPY, which grows while spans follow
- * on. So no op is ever recorded but in the output, and the walk can stop at any full output and go on.
+/* Encoding: a walk over sections, rows and runs of cells in the child's order. The walk yields spans of equal bytes one at a
+ * time. A span passes through two one-element stages: the pending span of the rule, then the open COPY, which grows as long
+ * as spans continue it. Ops are recorded in the output only, so the walk can stop whenever the output is full, and resume.
  *
- * The search by content needs samples of all of the parent, and the cheapest time to take them is the walk, while the bytes
- * are in the cache. So the walk writes a draft, in which literals that are long enough for a search are left out. The
- * draft is then moved to the end of the output and taken from there, while the ops that come of it fill the output from
- * the start: what is left of the draft never needs more room than they will. */
+ * With the search by content there are two passes, because the search needs seeds of all of the parent, and listing them is
+ * cheapest during the walk, while the bytes are in the CPU cache. Pass 1, the walk, writes an outline: the delta without the
+ * bytes of long literals (literal gaps), which are elided. Pass 2 moves the outline to the end of the output buffer and
+ * rewrites it from the start: a gap becomes the COPYs that the search finds and the literals between them. The unread rest of
+ * the outline counts as used in room(), so the write position never overtakes the read position. */
 #include "kernel.h"
 
 #include "bytes.h"
 
-enum { START, WALK, DRAFT, REWRITE }; /* stages */
+enum { START, WALK, OUTLINE, REWRITE }; /* stages */
 
 static uint64_t fnv1a(uint64_t h, const uint8_t *p, uint64_t n)
 {
@@ -56,7 +57,7 @@ static uint64_t different_cells(const uint8_t *a, const uint8_t *b, uint64_t cel
     return i;
 }
 
-/* equal_bytes, which takes up samples of the parent that it comes past. */
+/* equal_bytes, which also lists the seeds of the parent bytes that it reads. */
 static uint64_t compare(const kv_encoder *e, uint64_t child, uint64_t parent, uint64_t n)
 {
     enum { PIECE = 1 << 15 };
@@ -66,8 +67,8 @@ static uint64_t compare(const kv_encoder *e, uint64_t child, uint64_t parent, ui
         const uint64_t piece = n - i < PIECE ? n - i : PIECE;
         const uint64_t equal = equal_bytes(e->child + child + i, e->parent + parent + i, piece);
         i += equal;
-        if (parent + i >= e->index->wanted)
-            kv_list_to(e->index, e->parent, parent + i);
+        if (parent + i >= e->index->batch_end)
+            kv_list_seeds_to(e->index, e->parent, parent + i);
         if (equal < piece || i == n)
             return i;
     }
@@ -105,12 +106,12 @@ static int next_span(kv_encoder *e)
     return 0;
 }
 
-/* In a draft, a literal that was left out: op, size, place in the child, offset in the draft of the next of its kind. */
-enum { LEFT_OUT = 25, COPY = 17, LITERAL = 9 };
-enum { LEAVE_IT, SEARCH_IT }; /* such an op */
+/* An elided literal of the outline: op, size, position in the child, offset in the outline of the next elided literal. */
+enum { ELIDED = 25, COPY = 17, LITERAL = 9 };
+enum { LEAVE_IT, SEARCH_IT }; /* the op byte of an elided literal */
 
-/* Gaps that are less than this part of the parent get a table of their own. */
-enum { FEW = 512 };
+/* If all literal gaps together are smaller than 1/SMALL_GAPS of the parent, only the seeds that they may match get a table. */
+enum { SMALL_GAPS = 512 };
 
 static uint64_t least(uint64_t a, uint64_t b)
 {
@@ -120,26 +121,26 @@ static uint64_t least(uint64_t a, uint64_t b)
 /* Room for `n` more bytes of output? */
 static int room(kv_encoder *e, uint64_t n)
 {
-    const uint64_t draft = e->draft_size - e->draft_at;
-    /* What was left out may be found, each gap become part of a COPY. */
-    if (e->out_size + n > e->limit + e->n_left_out * (LEFT_OUT + COPY) || e->n_ops > UINT32_MAX - 2)
+    const uint64_t outline = e->outline_size - e->outline_at;
+    /* A gap may turn out to be parent bytes: then its op and a COPY beside it vanish. */
+    if (e->out_size + n > e->limit + e->n_elided * (ELIDED + COPY) || e->n_ops > UINT32_MAX - 2)
         return KV_REFUSED;
-    if (e->out_size + n > e->out_room - draft) {
-        e->need = e->out_size + n + draft + least(draft, e->child_size / 256); /* the draft is moved each time */
+    if (e->out_size + n > e->out_room - outline) {
+        e->need = e->out_size + n + outline + least(outline, e->child_size / 256); /* each growth moves the outline */
         return KV_MORE;
     }
     return KV_OK;
 }
 
-static int is_left_out(const kv_encoder *e, uint64_t n)
+static int is_elided(const kv_encoder *e, uint64_t n)
 {
-    return e->stage == DRAFT && n >= KV_MIN_RUN;
+    return e->stage == OUTLINE && n >= KV_MIN_RUN;
 }
 
 /* Bytes of the output that a literal takes. */
 static uint64_t literal_size(const kv_encoder *e, uint64_t n)
 {
-    return n == 0 ? 0 : is_left_out(e, n) ? LEFT_OUT : LITERAL + n;
+    return n == 0 ? 0 : is_elided(e, n) ? ELIDED : LITERAL + n;
 }
 
 static void put_literal(kv_encoder *e, uint64_t end)
@@ -150,13 +151,13 @@ static void put_literal(kv_encoder *e, uint64_t end)
         return;
     out[0] = 1;
     set64(out + 1, n);
-    if (is_left_out(e, n)) {
+    if (is_elided(e, n)) {
         set64(out + 9, e->literal);
-        if (e->n_left_out++)
-            set64(e->out + KV_HEADER + e->left_out + 17, e->out_size - KV_HEADER);
+        if (e->n_elided++)
+            set64(e->out + KV_HEADER + e->last_elided + 17, e->out_size - KV_HEADER);
         else
-            e->first_left_out = e->out_size - KV_HEADER;
-        e->left_out = e->out_size - KV_HEADER;
+            e->first_elided = e->out_size - KV_HEADER;
+        e->last_elided = e->out_size - KV_HEADER;
     } else {
         memcpy(out + LITERAL, e->child + e->literal, (size_t)n);
     }
@@ -189,7 +190,7 @@ static int push(kv_encoder *e, uint64_t child, uint64_t parent, uint64_t n)
     if (e->open_n) {
         if (child == e->open_child + e->open_n && parent == e->open_parent + e->open_n) {
             e->open_n += n;
-            e->gap = child + n;
+            e->gap_start = child + n;
             return KV_OK;
         }
         int rc = flush(e);
@@ -199,7 +200,7 @@ static int push(kv_encoder *e, uint64_t child, uint64_t parent, uint64_t n)
     e->open_child = child;
     e->open_parent = parent;
     e->open_n = n;
-    e->gap = child + n;
+    e->gap_start = child + n;
     return KV_OK;
 }
 
@@ -255,65 +256,65 @@ static int walk(kv_encoder *e)
     return finish(e);
 }
 
-static uint8_t *draft(const kv_encoder *e, uint64_t at)
+static uint8_t *outline(const kv_encoder *e, uint64_t at)
 {
-    return e->out + (e->out_room - e->draft_size + at);
+    return e->out + (e->out_room - e->outline_size + at);
 }
 
-/* Takes the next op, a COPY, out of the draft: it will be written again, perhaps as part of a longer one. */
+/* Reads the next op of the outline, a COPY, and uncounts it: it is written again, perhaps as part of a longer one. */
 static void take_copy(kv_encoder *e, uint64_t *parent, uint64_t *n)
 {
-    const uint8_t *p = draft(e, e->draft_at);
+    const uint8_t *p = outline(e, e->outline_at);
     *parent = get64(p + 1);
     *n = get64(p + 9);
-    e->draft_at += COPY;
+    e->outline_at += COPY;
     e->n_ops--;
     e->shared -= *n;
 }
 
-/* The next gap that a literal was left out of, from the draft. */
+/* Reads the next elided literal of the outline and makes it the current literal gap. */
 static void take_gap(kv_encoder *e)
 {
-    const uint8_t *p = draft(e, e->draft_at);
+    const uint8_t *p = outline(e, e->outline_at);
     e->searching = p[0] == SEARCH_IT;
-    e->gap = get64(p + 9);
-    e->span_child = e->gap + get64(p + 1);
-    e->draft_at += LEFT_OUT;
+    e->gap_start = get64(p + 9);
+    e->span_child = e->gap_start + get64(p + 1);
+    e->outline_at += ELIDED;
     e->n_ops--;
     e->in_gap = 1;
-    e->next_gap = --e->n_left_out ? get64(p + 17) : e->draft_size;
-    e->budget = (UINT64_C(1) << 20) + 64 * (e->span_child - e->gap);
+    e->next_gap = --e->n_elided ? get64(p + 17) : e->outline_size;
+    e->budget = (UINT64_C(1) << 20) + 64 * (e->span_child - e->gap_start);
 }
 
-/* Marks the gaps of the draft, which begins at e->out + KV_HEADER, that are worth a search, and readies the index for them.
- * Gives the bytes of the other gaps. */
+/* Marks the literal gaps that are worth a search, and makes the table of seeds for them. The outline begins at
+ * e->out + KV_HEADER. Returns the bytes of the gaps that are not worth one. */
 static uint64_t plan_search(kv_encoder *e)
 {
-    uint8_t *const start = e->out + KV_HEADER, *p = start + e->first_left_out;
+    uint8_t *const start = e->out + KV_HEADER, *p = start + e->first_elided;
     uint64_t found = 0, others = 0;
-    for (uint64_t i = 0; i < e->n_left_out; i++, p = start + get64(p + 17))
-        kv_screen_gap(e, get64(p + 9), get64(p + 9) + get64(p + 1), p);
-    kv_screen_end(e);
-    p = start + e->first_left_out;
-    for (uint64_t i = 0; i < e->n_left_out; i++, p = start + get64(p + 17))
+    for (uint64_t i = 0; i < e->n_elided; i++, p = start + get64(p + 17))
+        kv_prefilter_gap(e, get64(p + 9), get64(p + 9) + get64(p + 1), p);
+    kv_prefilter_end(e);
+    p = start + e->first_elided;
+    for (uint64_t i = 0; i < e->n_elided; i++, p = start + get64(p + 17))
         *(p[0] == SEARCH_IT ? &found : &others) += get64(p + 1);
     if (found == 0)
         return others;
-    if (found <= e->parent_size / FEW && !e->index->has_pattern) {
-        kv_filter_gaps(e->index);
-        p = start + e->first_left_out;
-        for (uint64_t i = 0; i < e->n_left_out; i++, p = start + get64(p + 17))
+    if (found <= e->parent_size / SMALL_GAPS && !e->index->has_periodic) {
+        kv_filter_reset(e->index);
+        p = start + e->first_elided;
+        for (uint64_t i = 0; i < e->n_elided; i++, p = start + get64(p + 17))
             if (p[0] == SEARCH_IT)
-                kv_filter_gap(e, get64(p + 9), get64(p + 9) + get64(p + 1));
-        if (kv_table_filtered(e->index, e->parent))
+                kv_filter_add_gap(e, get64(p + 9), get64(p + 9) + get64(p + 1));
+        if (kv_table_matching(e->index, e->parent))
             return others;
     }
-    kv_table_all(e->index, e->parent, e->parent_size);
+    kv_table_seeds(e->index, e->parent, e->parent_size);
     return others;
 }
 
-/* From the draft to the delta. A draft is gaps with stretches of other ops between. A stretch is moved as it is, but for
- * the COPY at either end, which may grow into the gap. */
+/* Pass 2: from the outline to the delta. The outline alternates literal gaps and sequences of other ops. A sequence is moved
+ * unchanged, except for the COPY at either end, which may grow into the gap. */
 static int rewrite(kv_encoder *e)
 {
     int rc;
@@ -324,10 +325,10 @@ static int rewrite(kv_encoder *e)
             e->hit_n = 0;
         }
         if (e->in_gap) {
-            if (e->searching && e->span_child - e->gap >= KV_MIN_RUN && kv_search(e, e->gap, e->span_child))
+            if (e->searching && e->span_child - e->gap_start >= KV_MIN_RUN && kv_search(e, e->gap_start, e->span_child))
                 continue;
             e->in_gap = 0;
-            if (e->draft_at < e->draft_size) {
+            if (e->outline_at < e->outline_size) {
                 take_copy(e, &e->span_parent, &e->span_n);
                 e->waiting = 1;
             }
@@ -337,32 +338,32 @@ static int rewrite(kv_encoder *e)
                 return rc;
             e->waiting = 0;
         }
-        if (e->draft_at == e->draft_size)
+        if (e->outline_at == e->outline_size)
             return finish(e);
-        if (e->draft_at < e->next_gap) {
+        if (e->outline_at < e->next_gap) {
             if (e->open_n && (rc = flush(e)) != KV_OK)
                 return rc;
-            const uint64_t end = e->next_gap == e->draft_size ? e->next_gap : e->next_gap - COPY;
-            memmove(e->out + e->out_size, draft(e, e->draft_at), (size_t)(end - e->draft_at));
-            e->out_size += end - e->draft_at;
-            e->draft_at = end;
-            if (end == e->draft_size) {
+            const uint64_t end = e->next_gap == e->outline_size ? e->next_gap : e->next_gap - COPY;
+            memmove(e->out + e->out_size, outline(e, e->outline_at), (size_t)(end - e->outline_at));
+            e->out_size += end - e->outline_at;
+            e->outline_at = end;
+            if (end == e->outline_size) {
                 e->literal = e->child_size;
                 return room(e, 0);
             }
             take_copy(e, &e->open_parent, &e->open_n);
-            e->literal = e->open_child = get64(draft(e, e->next_gap) + 9) - e->open_n;
+            e->literal = e->open_child = get64(outline(e, e->next_gap) + 9) - e->open_n;
         }
         take_gap(e);
     }
 }
 
-/* Moves what is left of the draft to the end of the output, which may have grown. */
-static void move_draft(kv_encoder *e)
+/* Moves the unread rest of the outline to the end of the output buffer, which may have grown. */
+static void move_outline(kv_encoder *e)
 {
-    const uint8_t *old = e->out + (e->draft_room - e->draft_size + e->draft_at);
-    memmove(draft(e, e->draft_at), old, (size_t)(e->draft_size - e->draft_at));
-    e->draft_room = e->out_room;
+    const uint8_t *old = e->out + (e->outline_room - e->outline_size + e->outline_at);
+    memmove(outline(e, e->outline_at), old, (size_t)(e->outline_size - e->outline_at));
+    e->outline_room = e->out_room;
 }
 
 int kv_encode(kv_encoder *e)
@@ -374,27 +375,27 @@ int kv_encode(kv_encoder *e)
         if ((rc = room(e, KV_HEADER)) != KV_OK)
             return rc;
         e->out_size = KV_HEADER;
-        e->stage = e->index ? DRAFT : WALK;
+        e->stage = e->index ? OUTLINE : WALK;
     }
     if (e->stage != REWRITE) {
         rc = walk(e);
-        if (rc != KV_OK || e->n_left_out == 0)
+        if (rc != KV_OK || e->n_elided == 0)
             return rc;
-        kv_list_all(e->index, e->parent, e->parent_size);
+        kv_list_seeds(e->index, e->parent, e->parent_size);
         e->need = e->out_size + plan_search(e);
-        e->draft_size = e->out_size - KV_HEADER;
-        e->draft_room = e->out_size;
+        e->outline_size = e->out_size - KV_HEADER;
+        e->outline_room = e->out_size;
         e->stage = REWRITE;
         e->out_size = KV_HEADER;
         e->literal = 0;
-        e->next_gap = e->first_left_out;
-        if (e->need > e->limit + e->n_left_out * (LEFT_OUT + COPY))
+        e->next_gap = e->first_elided;
+        if (e->need > e->limit + e->n_elided * (ELIDED + COPY))
             return KV_REFUSED;
-        /* A small draft is moved more often, so that new memory is written while it is in the cache. */
-        if (e->need > e->out_room && e->draft_size > e->child_size / 256)
+        /* A small outline is cheap to move, so the output grows step by step, and new memory is used while it is cached. */
+        if (e->need > e->out_room && e->outline_size > e->child_size / 256)
             return KV_MORE;
     }
-    if (e->out_room != e->draft_room)
-        move_draft(e);
+    if (e->out_room != e->outline_room)
+        move_outline(e);
     return rewrite(e);
 }

@@ -19,7 +19,7 @@ enum {
     KV_SIZE_MISMATCH = 8
 };
 
-enum { KV_HEADER = 44, KV_MIN_RUN = 4096, KV_PATTERNS = 64, KV_RECENT = 32, KV_SCREEN = 8192 };
+enum { KV_HEADER = 44, KV_MIN_RUN = 4096, KV_PERIODIC = 64, KV_RECENT = 32, KV_CANDIDATES = 8192 };
 
 /* Cells child .. child + cells stand at parent .. parent + cells in the parent's stream. */
 typedef struct {
@@ -34,39 +34,40 @@ typedef struct {
     uint64_t first_run, n_runs;
 } kv_section;
 
-/* A stretch of the parent that repeats 8 bytes. */
+/* A run of the parent that repeats the same 8 bytes, `unit`. */
 typedef struct {
-    uint64_t pattern, start, size;
-} kv_pattern;
+    uint64_t unit, start, size;
+} kv_periodic;
 
-/* Equal bytes: child[start, start + size), and the same `offset` further on in the parent. */
+/* Equal bytes: child[start, start + size) and parent[start + offset, start + offset + size). */
 typedef struct {
     uint64_t offset, start, size;
 } kv_short_run;
 
-/* Windows of the child that may be equal to samples of the parent, with the marks of their gaps, and a table of them. */
+/* Candidates: k-mers of the child that passed the filter and may equal a seed. Each points to the mark of its literal gap.
+ * `bits` and `table` find a candidate by its key. */
 typedef struct {
     unsigned n, rounds;
-    uint64_t places[KV_SCREEN], bits[KV_SCREEN / 2];
-    uint8_t *found[KV_SCREEN];
-    uint32_t keys[KV_SCREEN];
-    uint16_t table[2 * KV_SCREEN];
-} kv_screen;
+    uint64_t positions[KV_CANDIDATES], bits[KV_CANDIDATES / 2];
+    uint8_t *found[KV_CANDIDATES];
+    uint32_t keys[KV_CANDIDATES];
+    uint16_t table[2 * KV_CANDIDATES];
+} kv_prefilter;
 
-/* Samples of the parent, for the search by content. Zero it, call kv_plan, set `slots` (64-byte alignment is faster).
- * The slots hold a list of the samples, with a filter or a small table behind it, or a table of all. */
+/* The seeds of the parent, for the search by content. Zero it, call kv_plan, set `slots` (64-byte alignment is faster).
+ * The slots hold the seed list followed by a filter or a small table; or they hold one table of all seeds. */
 typedef struct {
     uint32_t *slots, *filter, *table;
     uint64_t n_slots, n_filter, n_table; /* all in slots */
-    uint64_t n_samples, stride;
-    uint64_t listed; /* samples of the list */
-    uint64_t wanted; /* bytes of the parent up to the end of the next ones */
+    uint64_t n_seeds, stride;
+    uint64_t n_listed;  /* seeds in the list so far */
+    uint64_t batch_end; /* where the next batch of seeds ends in the parent */
     uint32_t index_mask;
-    int has_pattern;
+    int has_periodic;
     unsigned n_recent;
-    kv_pattern patterns[KV_PATTERNS];
+    kv_periodic periodic[KV_PERIODIC];
     kv_short_run recent[KV_RECENT];
-    kv_screen screen;
+    kv_prefilter prefilter;
 } kv_index;
 
 /* One encoding. Zero it, set the first block; set `out` and `out_room` before each call. */
@@ -86,18 +87,18 @@ typedef struct {
     uint64_t out_size, need;
     uint64_t shared, n_ops;
 
-    /* where the walk stands */
+    /* the state of the walk */
     int stage;
     uint64_t section, row, run, cell;
-    uint64_t literal;                          /* first byte of the child that no written op has */
+    uint64_t literal;                          /* first byte of the child that no written op covers */
     uint64_t open_child, open_parent, open_n;  /* a COPY that may still grow */
-    uint64_t gap;                              /* end of the last span that was pushed */
+    uint64_t gap_start;                        /* end of the last span pushed: here a literal gap begins */
     uint64_t span_child, span_parent, span_n;  /* a span of the rule, not pushed yet */
     uint64_t hit_child, hit_parent, hit_n;     /* a span found by content, not pushed yet */
-    uint64_t first_left_out, left_out, n_left_out; /* long literals of a draft: offsets in it of the first and the last */
-    uint64_t draft_size, draft_at, draft_room; /* its end is at out + draft_room */
-    uint64_t next_gap;                         /* offset in the draft */
-    uint64_t budget;                           /* bytes that the search of this gap may still compare */
+    uint64_t first_elided, last_elided, n_elided; /* elided literals: offsets of the first and the last in the outline */
+    uint64_t outline_size, outline_at, outline_room; /* the outline ends at out + outline_room */
+    uint64_t next_gap;                         /* the next elided literal: offset in the outline */
+    uint64_t budget;                           /* bytes that the search of this literal gap may still compare */
     int waiting, in_gap, searching;
 } kv_encoder;
 
@@ -120,22 +121,22 @@ int kv_apply(const uint8_t *delta, uint64_t n, const uint8_t *parent, uint64_t p
              uint64_t out_size);
 /* cdef: end */
 
-/* index.c. The list: of the samples before `end`; of all, with a filter of them. */
-void kv_list_to(kv_index *index, const uint8_t *parent, uint64_t end);
-void kv_list_all(kv_index *index, const uint8_t *parent, uint64_t parent_size);
+/* index.c. Extends the seed list to the seeds that lie before `end`; completes the list and makes a filter of it. */
+void kv_list_seeds_to(kv_index *index, const uint8_t *parent, uint64_t end);
+void kv_list_seeds(kv_index *index, const uint8_t *parent, uint64_t parent_size);
 
-/* The table: of all samples; of those that pass the filter, next to the list (0: they are too many). */
-void kv_table_all(kv_index *index, const uint8_t *parent, uint64_t parent_size);
-int kv_table_filtered(kv_index *index, const uint8_t *parent);
+/* Makes the table of all seeds; of the seeds that pass the filter, beside the list (0: too many pass). */
+void kv_table_seeds(kv_index *index, const uint8_t *parent, uint64_t parent_size);
+int kv_table_matching(kv_index *index, const uint8_t *parent);
 
-/* screen.c: whether kv_search can find anything in a gap. Needs the list and its filter. Sets *found (0 is certain) in this
- * call, or in a later one, or at the end. */
-void kv_screen_gap(const kv_encoder *e, uint64_t from, uint64_t to, uint8_t *found);
-void kv_screen_end(const kv_encoder *e);
+/* prefilter.c: can kv_search find anything in the literal gap child[from, to)? Needs the seed list and its filter. Sets
+ * *found in this call, in a later one, or in kv_prefilter_end; 0 after that is certain. */
+void kv_prefilter_gap(const kv_encoder *e, uint64_t from, uint64_t to, uint8_t *found);
+void kv_prefilter_end(const kv_encoder *e);
 
-/* Makes the filter one of the windows of gaps: empty; with those of one more. */
-void kv_filter_gaps(kv_index *index);
-void kv_filter_gap(const kv_encoder *e, uint64_t from, uint64_t to);
+/* Replaces the filter of seeds by one of literal gaps: makes it empty; adds the minimizers of one gap. */
+void kv_filter_reset(kv_index *index);
+void kv_filter_add_gap(const kv_encoder *e, uint64_t from, uint64_t to);
 
 /* search.c: the next run of KV_MIN_RUN bytes or more of child[from, to) that the parent has, into e->hit_*; 0: none. */
 int kv_search(kv_encoder *e, uint64_t from, uint64_t to);

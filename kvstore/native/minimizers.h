@@ -1,42 +1,50 @@
-/* Windows of 16 bytes, their ranks, and where the index has them. */
-#ifndef KVSTORE_WINDOWS_H
-#define KVSTORE_WINDOWS_H
+/* K-mers, minimizers, and the table of seeds. The terms are those of winnowing (Schleimer, Wilkerson and Aiken, 2003):
+ *
+ *   k-mer        KMER consecutive bytes; its position is that of its first byte
+ *   order        a 16-bit hash of a k-mer's first four bytes
+ *   window       WINDOW consecutive k-mers, which span WINDOW_BYTES bytes; its position is that of its first k-mer
+ *   minimizer    the k-mer of least order in a window, the first of them where several are equal
+ *   seed         the minimizer of a window of the parent; the windows begin at every stride-th byte
+ *   probe        `stride` consecutive windows of the child: if their bytes equal parent bytes, one of them has a seed
+ *   literal gap  bytes of the child between two spans that the parent is known to have */
+#ifndef KVSTORE_MINIMIZERS_H
+#define KVSTORE_MINIMIZERS_H
 
 #include "bytes.h"
 #include "kernel.h"
 
-enum { WINDOW = 16, SPREAD = 32, SAMPLE = SPREAD + WINDOW - 1, MAX_EQUAL = 8 };
-/* Slots that are looked at together: one line of the cache. */
+enum { KMER = 16, WINDOW = 32, WINDOW_BYTES = WINDOW + KMER - 1, MAX_EQUAL = 8 };
+/* Slots that one comparison covers: a cache line. */
 enum { BUCKET = 16 };
-/* Places that kv_choose takes at once. */
-enum { CHOICE = 1024 };
+/* The most windows that one call of kv_winnow takes. */
+enum { WINNOW_MAX = 1024 };
 
 KV_INLINE uint64_t hash_at(const uint8_t *p)
 {
     return (load64(p) * UINT64_C(0x9E3779B97F4A7C15) + load64(p + 8)) * UINT64_C(0xD6E8FEB86659FD93);
 }
 
-/* The half of a hash that says where it belongs; the list keeps only this. */
-KV_INLINE uint32_t list_key(uint64_t h)
+/* The half of a hash that selects a bucket or a word of the filter. The seed list keeps this half only. */
+KV_INLINE uint32_t seed_key(uint64_t h)
 {
     return (uint32_t)(h >> 32);
 }
 
-/* `key` spread over 0 .. n - 1; n below 2^32. */
-KV_INLINE uint64_t spread(uint32_t key, uint64_t n)
+/* Maps `key` evenly to 0 .. n - 1; n is below 2^32. */
+KV_INLINE uint64_t to_range(uint32_t key, uint64_t n)
 {
     return (key * n) >> 32;
 }
 
-KV_INLINE int is_pattern(const uint8_t *p)
+KV_INLINE int is_periodic(const uint8_t *p)
 {
     return load64(p) == load64(p + 8);
 }
 
-/* The rank of the window at each of SPREAD places; reads 3 bytes more. */
-KV_INLINE void rank(const uint8_t *KV_RESTRICT p, int16_t *KV_RESTRICT out)
+/* The orders of the WINDOW k-mers from p on; reads WINDOW + 3 bytes. */
+KV_INLINE void order(const uint8_t *KV_RESTRICT p, int16_t *KV_RESTRICT out)
 {
-    for (int i = 0; i < SPREAD; i++) {
+    for (int i = 0; i < WINDOW; i++) {
         uint16_t x = (uint16_t)(p[i] | p[i + 1] << 8), y = (uint16_t)(p[i + 2] | p[i + 3] << 8);
         x = (uint16_t)(x * 0x9E37u + y * 0x85EBu);
         x = (uint16_t)((x ^ x >> 7) * 0xCA6Bu);
@@ -61,32 +69,32 @@ KV_INLINE uint32_t equal_mask(const int16_t *a, const int16_t *b)
     return mask;
 }
 
-/* The place of the sample's window that goes into the table: the first of the least rank. */
-KV_INLINE uint64_t chosen(const uint8_t *p)
+/* The minimizer of the window at p: its position in the window. */
+KV_INLINE uint64_t minimizer(const uint8_t *p)
 {
-    int16_t ranks[SPREAD], least[SPREAD];
-    rank(p, ranks);
+    int16_t orders[WINDOW], least[WINDOW];
+    order(p, orders);
 #if KV_SSE2
-    __m128i *r = (__m128i *)ranks, m;
+    __m128i *r = (__m128i *)orders, m;
     m = _mm_min_epi16(_mm_min_epi16(_mm_loadu_si128(r), _mm_loadu_si128(r + 1)),
                       _mm_min_epi16(_mm_loadu_si128(r + 2), _mm_loadu_si128(r + 3)));
     m = _mm_min_epi16(m, _mm_shuffle_epi32(m, _MM_SHUFFLE(1, 0, 3, 2)));
     m = _mm_min_epi16(m, _mm_shuffle_epi32(m, _MM_SHUFFLE(2, 3, 0, 1)));
     m = _mm_min_epi16(m, _mm_or_si128(_mm_slli_epi32(m, 16), _mm_srli_epi32(m, 16)));
-    for (int i = 0; i < SPREAD / 8; i++)
+    for (int i = 0; i < WINDOW / 8; i++)
         _mm_storeu_si128((__m128i *)least + i, m);
 #else
-    least[0] = ranks[0];
-    for (int i = 1; i < SPREAD; i++)
-        least[0] = ranks[i] < least[0] ? ranks[i] : least[0];
-    for (int i = 1; i < SPREAD; i++)
+    least[0] = orders[0];
+    for (int i = 1; i < WINDOW; i++)
+        least[0] = orders[i] < least[0] ? orders[i] : least[0];
+    for (int i = 1; i < WINDOW; i++)
         least[i] = least[0];
 #endif
-    return lowest_bit(equal_mask(ranks, least));
+    return lowest_bit(equal_mask(orders, least));
 }
 
-/* The same for all eight phases of a repeated pattern. */
-KV_INLINE uint64_t any_phase(uint64_t x)
+/* One value for all eight rotations of a repeated unit. */
+KV_INLINE uint64_t least_rotation(uint64_t x)
 {
     uint64_t least = x;
     for (int i = 1; i < 8; i++) {
@@ -97,22 +105,22 @@ KV_INLINE uint64_t any_phase(uint64_t x)
     return least;
 }
 
-KV_INLINE kv_pattern *pattern_of(kv_index *x, uint64_t phase_free)
+KV_INLINE kv_periodic *periodic_of(kv_index *x, uint64_t unit)
 {
-    return &x->patterns[phase_free * UINT64_C(0x9E3779B97F4A7C15) >> 58];
+    return &x->periodic[unit * UINT64_C(0x9E3779B97F4A7C15) >> 58];
 }
 
-/* [start, end): the stretch around `at` of p[from, to) in which every byte equals the one 8 before it, or 8 behind. */
-KV_INLINE void stretch(const uint8_t *p, uint64_t from, uint64_t to, uint64_t at, uint64_t *start, uint64_t *end)
+/* The periodic run [start, end) around `at` in p[from, to): every byte equals the one 8 bytes before or after it. */
+KV_INLINE void periodic_run(const uint8_t *p, uint64_t from, uint64_t to, uint64_t at, uint64_t *start, uint64_t *end)
 {
     *end = at + 8 + equal_bytes(p + at, p + at + 8, to - at - 8);
     *start = at - equal_bytes_before(p + at, p + at + 8, at - from);
 }
 
-/* The first slot of the bucket where a hash belongs; a bucket that is full goes on in the next. */
+/* The first slot of the bucket for a hash. A full bucket overflows into the next one. */
 KV_INLINE uint64_t bucket_of(const kv_index *x, uint64_t h)
 {
-    return spread(list_key(h), x->n_table / BUCKET) * BUCKET;
+    return to_range(seed_key(h), x->n_table / BUCKET) * BUCKET;
 }
 
 KV_INLINE uint64_t next_bucket(const kv_index *x, uint64_t bucket)
@@ -120,13 +128,13 @@ KV_INLINE uint64_t next_bucket(const kv_index *x, uint64_t bucket)
     return bucket + BUCKET == x->n_table ? 0 : bucket + BUCKET;
 }
 
-/* The part of a hash that a slot keeps; the rest of a slot is the number of the sample, from 1. */
+/* The bits of a hash that a slot keeps; its other bits hold the number of the seed, counted from 1. */
 KV_INLINE uint32_t tag_of(const kv_index *x, uint64_t h)
 {
     return (uint32_t)h & ~x->index_mask;
 }
 
-/* Bit i: slot i of the bucket is free, or is not and has this tag. */
+/* Bit i of *empty: slot i of the bucket is free. Bit i of *equal: it is used and has this tag. */
 KV_INLINE void match(const kv_index *x, uint64_t bucket, uint32_t tag, uint32_t *equal, uint32_t *empty)
 {
     const uint32_t *slots = x->table + bucket;
@@ -150,7 +158,7 @@ KV_INLINE void match(const kv_index *x, uint64_t bucket, uint32_t tag, uint32_t 
     *equal &= ~*empty;
 }
 
-/* The filter has three bits of one word for each key. */
+/* A Bloom filter: each key sets three bits of one word. */
 KV_INLINE uint32_t filter_bits(uint32_t key)
 {
     return UINT32_C(1) << (key & 31) | UINT32_C(1) << (key >> 5 & 31) | UINT32_C(1) << (key >> 10 & 31);
@@ -158,17 +166,17 @@ KV_INLINE uint32_t filter_bits(uint32_t key)
 
 KV_INLINE uint32_t *filter_word(const kv_index *x, uint32_t key)
 {
-    return x->filter + spread(key, x->n_filter);
+    return x->filter + to_range(key, x->n_filter);
 }
 
-/* The place of the window that a slot stands for. */
-KV_INLINE uint64_t place_of(const kv_index *x, const uint8_t *parent, uint32_t held)
+/* The position in the parent of the seed that a slot refers to. */
+KV_INLINE uint64_t seed_position(const kv_index *x, const uint8_t *parent, uint32_t slot)
 {
-    const uint64_t at = ((held & x->index_mask) - UINT64_C(1)) * x->stride;
-    return at + chosen(parent + at);
+    const uint64_t at = ((slot & x->index_mask) - UINT64_C(1)) * x->stride;
+    return at + minimizer(parent + at);
 }
 
-/* Code that compilers make faster for newer machines: KV_AVX2 before a function, has_avx2() before its call. */
+/* KV_AVX2 compiles a function for AVX2; call it only where has_avx2(). */
 #if KV_SSE2 && defined(__GNUC__) && defined(__x86_64__)
 #define KV_AVX2 __attribute__((target("avx2")))
 KV_INLINE int has_avx2(void)
@@ -183,14 +191,14 @@ KV_INLINE int has_avx2(void)
 }
 #endif
 
-/* From one group of places to the next: every KV_MIN_RUN equal bytes have a whole one. */
-KV_INLINE uint64_t group_step(const kv_index *x)
+/* The distance between probes: any KV_MIN_RUN bytes of the child hold one whole probe. */
+KV_INLINE uint64_t probe_step(const kv_index *x)
 {
-    return KV_MIN_RUN - x->stride - SAMPLE + 2;
+    return KV_MIN_RUN - x->stride - WINDOW_BYTES + 2;
 }
 
-/* screen.c: the places in p[0, n + SPREAD - 1) whose rank is the least of SPREAD neighbours that begin in p[0, n);
- * ascending. n is at most CHOICE. Gives their number, at most n + SPREAD. */
-unsigned kv_choose(const uint8_t *p, unsigned n, uint16_t *places);
+/* winnow.c: the positions of the minimizers of the n windows at p[0, n), ascending; of k-mers with equal order, all. n is at
+ * most WINNOW_MAX. Returns their number, at most n + WINDOW. */
+unsigned kv_winnow(const uint8_t *p, unsigned n, uint16_t *positions);
 
 #endif
