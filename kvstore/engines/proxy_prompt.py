@@ -62,14 +62,20 @@ class Prompt:
         """All that decides the prompt beside the messages."""
         return {name: value for name, value in self.data.items() if name not in _SAMPLING}
 
-    def for_slot(self, id: int) -> bytes:
-        """The body, asking for a slot; otherwise byte for byte the client's."""
-        if self.id_slot is not None:
-            return self.body
-        if "id_slot" in self.data:
-            return json.dumps({**self.data, "id_slot": id}).encode()
-        at = self.body.index(b"{") + 1
-        return self.body[:at] + b'"id_slot":%d,' % id + self.body[at:]
+    def for_slot(self, id: int, *, plain: bool = False) -> bytes:
+        """The body, asking for a slot; otherwise byte for byte the client's. `plain` asks the server to leave
+        --cache-reuse for this request: chunks that it moves are not what computing them gives."""
+        more = b'"n_cache_reuse":0,' if plain and "n_cache_reuse" not in self.data else b""
+        body = self.body
+        if self.id_slot is None:
+            if "id_slot" in self.data:
+                body = json.dumps({**self.data, "id_slot": id}).encode()
+            else:
+                more = b'"id_slot":%d,' % id + more
+        if not more:
+            return body
+        at = body.index(b"{") + 1
+        return body[:at] + more + body[at:]
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -94,14 +100,14 @@ def _is_text(message: Any) -> bool:
 
 def parse(path: str, body: bytes) -> Prompt | None:
     """The request, or None where it has to pass as if there were no cache: several prompts or answers, images or audio,
-    adapters of its own, no wish to be cached, or nothing that is understood."""
+    adapters of its own, chunks to be moved, no wish to be cached, or nothing that is understood."""
     if not body.lstrip().startswith(b"{"):
         return None
     try:
         data = json.loads(body)
     except ValueError:
         return None
-    if data.get("cache_prompt", True) is not True or data.get("lora"):
+    if data.get("cache_prompt", True) is not True or data.get("lora") or data.get("n_cache_reuse"):
         return None
     if any(data.get(name, 1) not in (1, None) for name in ("n", "n_cmpl")):
         return None

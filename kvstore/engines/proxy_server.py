@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ..errors import KVStoreError
 from ..store import Store
 from .proxy_files import SlotFiles
-from .proxy_fingerprint import CacheOff, Identity, identify, marker_of
+from .proxy_fingerprint import CacheOff, Identity, ask_adapters, identify, marker_of
 from .proxy_metrics import Metrics
 from .proxy_prompt import Tokenizer
 from .proxy_slots import Rates, Slot, Slots
@@ -67,6 +67,7 @@ class Server:
         self._refused = False
         self._sure_at = 0.0
         self._lists_slots = True
+        self._notes: set[asyncio.Task[None]] = set()
         # What a request waits for never stands behind a put.
         self._quick = ThreadPoolExecutor(4, "kvstore-proxy")
         self._puts = ThreadPoolExecutor(1, "kvstore-proxy-put")
@@ -109,10 +110,14 @@ class Server:
                 ask = self.upstream.ask
                 # /props is answered beside the server's loop, /slots by it, which may be in the middle of a batch.
                 if self.slots.quiet and self._lists_slots:
-                    props, listed = await asyncio.gather(ask("GET", "/props", timeout=CHECK_SECONDS), self._listed())
+                    props, listed, adapters = await asyncio.gather(
+                        ask("GET", "/props", timeout=CHECK_SECONDS), self._listed(), self._adapters()
+                    )
                 else:
                     props, listed = await ask("GET", "/props", timeout=CHECK_SECONDS), None
+                    adapters = self.identity.adapters
                 same = marker_of(props) == self.identity.marker and not self._restarted(listed)
+                same = same and adapters == self.identity.adapters
                 if same and (not self._suspect or props.get("media_marker")):
                     self._suspect = False
                     self._sure_at = time.monotonic()
@@ -135,6 +140,11 @@ class Server:
             self._lists_slots = False  # --no-slots
             return None
 
+    async def _adapters(self) -> Any:
+        """The adapters and their scales, which a request can change."""
+        known = None if self.identity is None else self.identity.adapters
+        return None if known is None else await ask_adapters(self.upstream, CHECK_SECONDS)
+
     def _restarted(self, listed: list[dict[str, Any]] | None) -> bool:
         """A slot that had a task and has none, or an older one, is a new process's."""
         for slot, now in self._pairs(listed):
@@ -148,21 +158,70 @@ class Server:
         by_id = {int(now["id"]): now for now in listed or ()}
         return [(slot, by_id[slot.id]) for slot in self.slots.all if slot.id in by_id]
 
-    def _compare(self, listed: list[dict[str, Any]] | None) -> None:
-        """Forgets slots that somebody else used."""
+    def _compare(self, listed: list[dict[str, Any]] | None, only: Slot | None = None) -> None:
+        """Forgets slots that somebody else used: all, or one of them."""
         for slot, now in self._pairs(listed):
-            if now.get("is_processing"):
+            if now.get("is_processing") or only not in (None, slot):
                 continue
             seen = (now.get("id_task"), now.get("n_prompt_tokens"))
             if slot.seen is None:
-                # Ours was the last request, unless the number of tokens is far from what it left.
-                if slot.origin is not None and not slot.n_prompt:
+                if self.slots.foreign:
+                    continue  # it may be theirs
+                # Ours was the last request, unless another passed since, or the tokens are far from what ours left.
+                if slot.passes != self.slots.passes and not slot.unfit:
+                    slot.forget()
+                elif slot.cut:
                     slot.n_total = int(seen[1] or slot.n_total)
                 elif seen[1] is not None and abs(int(seen[1]) - slot.n_total) > 2:
                     slot.forget()
             elif slot.seen != seen:
                 slot.forget()
+            if not self._plain_adapters(now):
+                slot.forget()
             slot.seen = seen
+
+    def _plain_adapters(self, now: dict[str, Any]) -> bool:
+        """Whether the last request in a slot had the server's adapters, and none of its own."""
+        own = (now.get("params") or {}).get("lora")
+        common = None if self.identity is None else self.identity.adapters
+        scales = {a.get("id"): a.get("scale") for a in common or () if isinstance(a, dict)}
+        return not own or {a.get("id"): a.get("scale") for a in own} == scales
+
+    def note(self, slot: Slot) -> None:
+        """A request in the slot has just ended: ask the server for the mark it left there, so that another's is told
+        apart from it. Nobody waits for this."""
+        uses = slot.uses
+        slot.passes = self.slots.passes
+
+        async def ask() -> None:
+            with suppress(UpstreamError):
+                listed = await self._listed()
+                if slot.uses == uses and slot.seen is None:
+                    self._compare(listed, slot)
+
+        if self._lists_slots:
+            task = asyncio.create_task(ask())
+            self._notes.add(task)
+            task.add_done_callback(self._notes.discard)
+
+    async def vouch(self, slot: Slot) -> bool:
+        """Whether the slot surely holds what the last request that we know of left there, and nothing but the plain
+        computation of it. Raises UpstreamError."""
+        if slot.unfit:
+            return False
+        if not self._lists_slots:
+            return slot.passes == self.slots.passes and not self.slots.foreign
+        listed, adapters = await asyncio.gather(self._listed(), self._adapters())
+        if self.identity is None or adapters != self.identity.adapters:
+            self.suspect()
+            slot.forget()
+            return False
+        if listed is None:
+            return slot.passes == self.slots.passes and not self.slots.foreign
+        if any(now.get("is_processing") for each, now in self._pairs(listed) if each is slot):
+            return False
+        self._compare(listed, slot)
+        return not slot.unfit and slot.seen is not None
 
     async def working(self) -> frozenset[int]:
         """Slots that the server works in for somebody else, or for a client that left: not every build stops then."""
@@ -237,6 +296,8 @@ class Server:
             await asyncio.sleep(POLL_SECONDS if self.store is not None else POLL_SECONDS / 4)
 
     async def close(self) -> None:
+        for note in self._notes:
+            note.cancel()
         if self._linking is not None:
             self._linking.cancel()
             with suppress(asyncio.CancelledError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from .proxy_prompt import Prompt, common
 from .proxy_upstream import UpstreamError
 
 NOTHING: Tokens = np.empty(0, np.int32)
+_TAINTS = (b'"lora"', b'"n_cache_reuse"')
+_SLOT_ACTION = re.compile(r"/slots/(\d+)")
 
 
 class Rates:
@@ -60,7 +63,10 @@ class Slot:
 
     tokens: the leading tokens it is known to hold; n_total counts those that followed too. stored: how many of them the
     store can give back. origin: the request whose answer is not in the store yet. chat: shape and messages of the last
-    chat. seen: what /slots said when nothing ran, None if that was not asked since the last request.
+    chat. seen: what /slots said after the last request, None if that was not asked since. unfit: whether the slot may
+    hold anything but the plain computation of its tokens: such a slot is never saved. It is fit again once it is erased,
+    restored from the store, or has computed a prompt from its first token on. passes: how many requests had passed
+    through when the last one ended. meddled: requests of others for this very slot.
     """
 
     id: int
@@ -72,13 +78,24 @@ class Slot:
     n_prompt: int = 0
     chat: tuple[dict[str, Any], list[Any]] | None = None
     seen: tuple[Any, Any] | None = None
+    unfit: bool = True
+    passes: int = 0
+    meddled: int = 0
+    uses: int = 0
     busy: bool = False
     putting: int = 0
     used: float = 0.0
 
     def forget(self) -> None:
+        """What it holds is not known, or not to be kept."""
         self.tokens, self.n_total, self.stored, self.entry = NOTHING, 0, 0, None
         self.origin = self.chat = self.seen = None
+        self.unfit = True
+
+    @property
+    def needs_erase(self) -> bool:
+        """The server would go on from contents that nothing is known of."""
+        return self.unfit and self.tokens.shape[0] == 0
 
     def holds(self, tokens: Tokens) -> int:
         return common(self.tokens, tokens)
@@ -116,6 +133,8 @@ class Slots:
         self.min_gain = min_gain
         self.all: list[Slot] = []
         self.foreign = 0  # requests under way that the server finds a slot for by itself
+        self.passes = 0  # how many of them have ended
+        self.tainting = self.tainted = 0  # of them, those with adapters or moved chunks: under way, and begun in all
         self.waiting = 0
         self.last_active = time.monotonic()
         self._free = asyncio.Condition()
@@ -132,14 +151,28 @@ class Slots:
         return not self.foreign and not self.waiting and not any(slot.busy for slot in self.all)
 
     @contextmanager
-    def passing(self) -> Iterator[None]:
-        """A request that the server finds a slot for: afterwards any slot may hold something else."""
+    def passing(self, path: str = "", body: bytes = b"") -> Iterator[None]:
+        """A request that the server finds a slot for: afterwards any slot may hold something else. `path` tells whether
+        it names a slot itself (save, restore, erase), `body` whether it wants other numbers than other requests get."""
+        taints = any(name in body for name in _TAINTS)
         self.foreign += 1
+        self.tainting += taints
+        self.tainted += taints
+        self._meddle(path)
         try:
             yield
         finally:
+            self._meddle(path)
+            self.tainting -= taints
             self.foreign -= 1
+            self.passes += 1
             self.last_active = time.monotonic()
+
+    def _meddle(self, path: str) -> None:
+        if (found := _SLOT_ACTION.match(path)) and int(found[1]) < len(self.all):
+            slot = self.all[int(found[1])]
+            slot.meddled += 1
+            slot.forget()
 
     async def acquire(self, prompt: Prompt, match: Match | None, stuck: frozenset[int] = frozenset()) -> Choice:
         """Waits for a slot. `stuck` are slots that the server says to be working for somebody else.
@@ -156,6 +189,7 @@ class Slots:
                         free = [s for s in free if s.id not in stuck] or free
                         choice = min((self._weigh(s, prompt, match) for s in free), key=lambda c: c[0])[1]
                         choice.slot.busy = True
+                        choice.slot.uses += 1
                         return choice
                     await self._free.wait()
             raise UpstreamError("llama-server went away")
@@ -167,6 +201,7 @@ class Slots:
         if slot.busy:
             return False
         slot.busy = True
+        slot.uses += 1
         return True
 
     async def release(self, slot: Slot) -> None:
