@@ -132,8 +132,12 @@ class Server:
         return self.store is not None and not self._suspect
 
     async def _listed(self) -> list[dict[str, Any]] | None:
+        """The slots as the server sees them, without those that a request of ours took meanwhile."""
+        uses = {slot.id: slot.uses for slot in self.slots.all}
         try:
-            return list(await self.upstream.ask("GET", "/slots", timeout=CHECK_SECONDS))
+            listed = list(await self.upstream.ask("GET", "/slots", timeout=CHECK_SECONDS))
+            now = {slot.id: slot.uses for slot in self.slots.all}
+            return [each for each in listed if now.get(int(each["id"])) == uses.get(int(each["id"]))]
         except UpstreamError as error:
             if error.status is None:
                 raise
