@@ -104,6 +104,26 @@ def test_a_request_with_its_own_adapters(tmp_path: Path, adapter: str, way: str,
             assert told["saves"] == 0
 
 
+def test_a_state_from_the_cache_of_the_server_itself(tmp_path: Path, adapter: str) -> None:
+    extra = {"lora": adapter, "cache_ram_mib": 256}
+    with watched(tmp_path, extra=extra) as (_, url):
+        own = {"prompt": TEXT, "n_predict": 2, "temperature": 0, "lora": [{"id": 0, "scale": 0.0}]}
+        post(url + "/completion", own)
+        # The server keeps the state that this one overwrites.
+        post(url + "/completion", {**own, "prompt": "Something else that is long enough. " * 8})
+        for end in ("", " And more."):
+            post(url + "/completion", {"prompt": TEXT + end, "n_predict": 2, "temperature": 0})
+            wait_saved(url)
+
+
+def test_a_state_of_ours_from_the_cache_of_the_server_is_stored(tmp_path: Path) -> None:
+    with watched(tmp_path, extra={"cache_ram_mib": 256}) as (_, url):
+        for text in (TEXT, "Something else that is long enough. " * 8, TEXT + "And more, which is a reason to save it."):
+            post(url + "/completion", {"prompt": text, "n_predict": 2, "temperature": 0})
+            told = wait_saved(url)
+        assert (told["saves"], told["saves_unfit"]) == (3, 0)
+
+
 def test_adapters_changed_by_a_request(tmp_path: Path, adapter: str) -> None:
     with proxykit.both(tmp_path, extra={"lora": adapter}) as (server, url):
         body = {"prompt": TEXT, "n_predict": 2, "temperature": 0}

@@ -296,6 +296,7 @@ class Cache:
         n_total = timings.cached + timings.computed + timings.generated
         if identity is None or 0 < identity.n_ctx <= n_total:
             slot.forget()  # the context was full: the server may have shifted it
+            self.server.slots.strangers = True
             return False
         if timings.cached == 0:
             slot.unfit = False
@@ -303,10 +304,16 @@ class Cache:
             slot.forget()
             return False
         elif prompt.tokens is not None:
-            held = slot.holds(prompt.tokens)
+            held, n_prompt = slot.holds(prompt.tokens), timings.cached + timings.computed
+            least = min(held, n_prompt - 1) - 1 if identity.crops and prompt.tokens.shape[0] == n_prompt else 0
+            if timings.cached < least:
+                # Somebody else used the slot meanwhile: what was reused is theirs.
+                slot.forget()
+                self.server.slots.strangers = True
+                return False
             # What follows the known tokens is the answer, whose tokens are not known yet.
             most = max(held, slot.n_total) if held == slot.tokens.shape[0] else held
-            if timings.cached > most:
+            if timings.cached > most and (self.server.slots.strangers or identity.adapters):
                 # From the server's own cache, or moved chunks: whatever they were computed with.
                 slot.unfit = True
         return True

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from .. import layout, slotfile
@@ -31,7 +32,8 @@ class Identity:
     """A server process: `marker` differs from process to process where the build has one.
 
     `adapters` is what /lora-adapters said, None where the server has none; `probed` whether the fingerprint contains the
-    computed probe; `keeps` whether a context shift keeps the start of a prompt unless told otherwise (--keep).
+    computed probe; `fresh` whether no request had used the process yet; `keeps` whether a context shift keeps the start
+    of a prompt unless told otherwise (--keep).
     """
 
     marker: str
@@ -42,7 +44,13 @@ class Identity:
     form: slotfile.SlotFile  # a slot file of this server: what its own look like
     adapters: Any = None
     probed: bool = True
+    fresh: bool = False
     keeps: bool = False
+
+    @cached_property
+    def crops(self) -> bool:
+        """Whether the server can go on from any position of a state, so that it reuses all that a prompt shares with it."""
+        return layout.parse(self.form.state).can_crop
 
 
 def marker_of(props: dict[str, Any]) -> str:
@@ -195,6 +203,17 @@ async def _model_meta(upstream: Upstream) -> Any:
     return None
 
 
+async def _is_fresh(upstream: Upstream) -> bool:
+    """Whether the server lists its slots, and none had a task."""
+    try:
+        listed = await upstream.ask("GET", "/slots")
+    except UpstreamError as error:
+        if error.status is None:
+            raise
+        return False
+    return all(s.get("id_task") is None and not s.get("is_processing") for s in listed)
+
+
 async def _form(
     upstream: Upstream, files: SlotFiles, n_slots: int, n_ctx: int
 ) -> tuple[slotfile.SlotFile, str | None]:
@@ -229,6 +248,7 @@ async def identify(upstream: Upstream, files: SlotFiles) -> Identity:
     n_slots, n_ctx = int(props["total_slots"]), int(settings.get("n_ctx") or 0)
     adapters = await ask_adapters(upstream)
     meta = await _model_meta(upstream)
+    fresh = await _is_fresh(upstream)
     form, rows = await _form(upstream, files, n_slots, n_ctx)
     model, lora = await asyncio.get_running_loop().run_in_executor(None, _files, props, adapters)
     facts = {
@@ -252,5 +272,6 @@ async def identify(upstream: Upstream, files: SlotFiles) -> Identity:
         form=form,
         adapters=adapters,
         probed=rows is not None,
+        fresh=fresh,
         keeps=bool(params.get("n_keep")),
     )

@@ -149,6 +149,7 @@ class Saver:
             return
         if wrong := self._differs(slot, origin, n_prompt, file):
             slot.forget()
+            server.slots.strangers = True
             self._drop(slot, wrong)
             return
         if n_prompt and not server.tokenizer.learn(origin, file.tokens, n_prompt):

@@ -26,6 +26,7 @@ T = TypeVar("T")
 POLL_SECONDS = 2.0
 LINK_SECONDS = 10.0  # as long a request waits for the look at a new server; then it passes without a cache
 CHECK_SECONDS = 2.0
+VOUCH_SECONDS = 120.0
 SURE_SECONDS = 0.1  # no server starts again in less
 RETRY_SECONDS = 15.0  # until a server whose slots cannot be saved is looked at again
 # A build that makes nothing of its own slot files (windows and recurrent states before October 2026) is left alone.
@@ -131,11 +132,11 @@ class Server:
         await self._link()
         return self.store is not None and not self._suspect
 
-    async def _listed(self) -> list[dict[str, Any]] | None:
+    async def _listed(self, timeout: float = CHECK_SECONDS) -> list[dict[str, Any]] | None:
         """The slots as the server sees them, without those that a request of ours took meanwhile."""
         uses = {slot.id: slot.uses for slot in self.slots.all}
         try:
-            listed = list(await self.upstream.ask("GET", "/slots", timeout=CHECK_SECONDS))
+            listed = list(await self.upstream.ask("GET", "/slots", timeout=timeout))
             now = {slot.id: slot.uses for slot in self.slots.all}
             return [each for each in listed if now.get(int(each["id"])) == uses.get(int(each["id"]))]
         except UpstreamError as error:
@@ -144,10 +145,10 @@ class Server:
             self._lists_slots = False  # --no-slots
             return None
 
-    async def _adapters(self) -> Any:
+    async def _adapters(self, timeout: float = CHECK_SECONDS) -> Any:
         """The adapters and their scales, which a request can change."""
         known = None if self.identity is None else self.identity.adapters
-        return None if known is None else await ask_adapters(self.upstream, CHECK_SECONDS)
+        return None if known is None else await ask_adapters(self.upstream, timeout)
 
     def _restarted(self, listed: list[dict[str, Any]] | None) -> bool:
         """A slot that had a task and has none, or an older one, is a new process's."""
@@ -173,16 +174,20 @@ class Server:
                     continue  # it may be theirs
                 # Ours was the last request, unless another passed since, or the tokens are far from what ours left.
                 if slot.passes != self.slots.passes and not slot.unfit:
-                    slot.forget()
+                    self._strange(slot)
                 elif slot.cut:
                     slot.n_total = int(seen[1] or slot.n_total)
                 elif seen[1] is not None and abs(int(seen[1]) - slot.n_total) > 2:
-                    slot.forget()
+                    self._strange(slot)
             elif slot.seen != seen:
-                slot.forget()
+                self._strange(slot)
             if not self._plain_adapters(now):
-                slot.forget()
+                self._strange(slot)
             slot.seen = seen
+
+    def _strange(self, slot: Slot) -> None:
+        slot.forget()
+        self.slots.strangers = True
 
     def _plain_adapters(self, now: dict[str, Any]) -> bool:
         """Whether the last request in a slot had the server's adapters, and none of its own."""
@@ -215,9 +220,10 @@ class Server:
             return False
         if not self._lists_slots:
             return slot.passes == self.slots.passes and not self.slots.foreign
-        listed, adapters = await asyncio.gather(self._listed(), self._adapters())
+        # The server answers when its batch is done, as it does with the save itself.
+        listed, adapters = await asyncio.gather(self._listed(VOUCH_SECONDS), self._adapters(VOUCH_SECONDS))
         if self.identity is None or adapters != self.identity.adapters:
-            self.suspect()
+            self.forget()
             slot.forget()
             return False
         if listed is None:
@@ -255,6 +261,7 @@ class Server:
                 self.slots.rates = Rates()
             self.identity = identity
             await self.slots.reset(identity.n_slots)
+            self.slots.strangers = not identity.fresh
             self.bad.clear()
             self.useless = 0
             self._suspect = self._refused = False

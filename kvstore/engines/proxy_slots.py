@@ -135,6 +135,8 @@ class Slots:
         self.foreign = 0  # requests under way that the server finds a slot for by itself
         self.passes = 0  # how many of them have ended
         self.tainting = self.tainted = 0  # of them, those with adapters or moved chunks: under way, and begun in all
+        # Whether the server's own cache of prompts may have states that no request of ours computed.
+        self.strangers = True
         self.waiting = 0
         self.last_active = time.monotonic()
         self._free = asyncio.Condition()
@@ -156,6 +158,7 @@ class Slots:
         it names a slot itself (save, restore, erase), `body` whether it wants other numbers than other requests get."""
         taints = any(name in body for name in _TAINTS)
         self.foreign += 1
+        self.strangers = True
         self.tainting += taints
         self.tainted += taints
         self._meddle(path)
