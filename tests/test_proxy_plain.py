@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -267,3 +268,29 @@ def test_a_restart_with_other_settings_is_noticed(
         else:
             assert again["fingerprint"] != told["fingerprint"]
             assert chat.timings["cache_n"] == 0
+
+
+def test_what_other_slots_hold_does_not_change_the_fingerprint(tmp_path: Path) -> None:
+    """Sums over a buffer that all slots share depend on where in it a slot's cells are."""
+    options = {"parallel": 3, "flash_attn": False, "extra": {"kv_unified": True}}
+    prints = []
+    with serverkit.new_server(tmp_path / "slots", "gemma3", **options) as server:
+        for n in range(3):
+            with proxykit.proxied(server, tmp_path / "store") as url:
+                prints.append(stats(url)["fingerprint"])
+            server.completion(server.tokenize(TEXT) * (n + 1), n_predict=0, id_slot=n)
+    assert len(set(prints)) == 1
+    assert '"probe": null' not in prints[0]
+
+
+def test_a_running_request_is_not_disturbed_by_the_probe(tmp_path: Path) -> None:
+    body = {"prompt": TEXT, "n_predict": 1500, "ignore_eos": True, "temperature": 0, "return_tokens": True}
+    with serverkit.new_server(tmp_path / "slots", n_ctx=4096) as server:
+        alone = server.completion(**body)["tokens"]
+        server.slot_erase(0)
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(lambda: server.completion(**body))
+            wait_for(lambda: server.slots()[0]["is_processing"] or running.done())
+            with proxykit.proxied(server, tmp_path / "store") as url:
+                assert stats(url)["probed"]
+            assert running.result()["tokens"] == alone

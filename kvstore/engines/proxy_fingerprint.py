@@ -119,8 +119,9 @@ async def probe(upstream: Upstream, files: SlotFiles, n_slots: int, n_ctx: int) 
         slot = idle[0][1]
         file = await _compute(upstream, files, slot, tokens)
         if probing.depends_on_others(file.state, n_slots):
-            # What the other slots hold would change the probe; with all of them empty, it is always the same.
-            for _, other in idle:
+            # What the other slots hold would change the probe; with all of them empty, it is always the same. A slot that
+            # works is erased when it is done.
+            for other in range(n_slots):
                 await erase(upstream, other)
             file = await _compute(upstream, files, slot, tokens)
         await erase(upstream, slot)

@@ -24,7 +24,7 @@ class ProbeError(KVStoreError):
 
 def compute(server: LlamaServer) -> str:
     """The digest of the probe's rows. Raises ProbeError, LlamaServerError, SlotFileError, LayoutError, OSError."""
-    idle = _idle_slots(server)
+    idle = _idle_slots(server, 1)
     slot, prompt = idle[0], probe.tokens(server.n_ctx // max(1, server.parallel))
     kept: dict[int, str] = {}
     try:
@@ -32,8 +32,9 @@ def compute(server: LlamaServer) -> str:
         file = _probe_slot(server, slot, prompt)
         if probe.depends_on_others(file.state, server.parallel):
             # What the other slots hold would change the probe; with all of them empty, it is always the same.
-            for other in idle[1:]:
-                _set_aside(server, other, kept)
+            for other in _idle_slots(server, server.parallel):
+                if other != slot:
+                    _set_aside(server, other, kept)
             file = _probe_slot(server, slot, prompt)
         server.slot_erase(slot)
     finally:
@@ -46,15 +47,15 @@ def compute(server: LlamaServer) -> str:
     return probe.rows_digest(file.state)
 
 
-def _idle_slots(server: LlamaServer) -> list[int]:
-    """The slots that work for nobody, the emptiest first; waits for one."""
+def _idle_slots(server: LlamaServer, n: int) -> list[int]:
+    """The slots that work for nobody, the emptiest first; waits until there are n."""
     deadline = time.monotonic() + server.timeout
     while True:
         listed = [s for s in server.slots() if not s.get("is_processing")]
-        if listed:
+        if len(listed) >= n:
             return [int(s["id"]) for s in sorted(listed, key=lambda s: (int(s.get("n_prompt_tokens") or 0), s["id"]))]
         if time.monotonic() > deadline:
-            raise ProbeError("no slot is idle", hint="ask again when no request is under way")
+            raise ProbeError("the slots are busy", hint="ask again when no request is under way")
         time.sleep(0.1)
 
 
