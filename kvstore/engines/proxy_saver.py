@@ -126,22 +126,24 @@ class Saver:
         """Saves a slot, and starts the put."""
         server = self.server
         origin, n_prompt, store = slot.origin, slot.n_prompt, server.store
-        slot.origin = None
         if origin is None or store is None:
+            slot.origin = None
             return
         try:
-            if not await server.vouch(slot):
+            vouched = await server.vouch(slot)
+            slot.origin = None
+            if not vouched:
                 self._drop(slot, "somebody else used it")
                 return
             started = time.perf_counter()
             file = await save(server.upstream, server.files, slot.id, SAVE_SECONDS)
+            server.slots.rates.saved(file.tokens.shape[0], file.state.nbytes, time.perf_counter() - started)
             unchanged = await server.vouch(slot)
         except UpstreamError as error:
             slot.forget()
             if error.status is None:
                 server.suspect()
             raise
-        server.slots.rates.saved(file.tokens.shape[0], file.state.nbytes, time.perf_counter() - started)
         if not unchanged:
             self._drop(slot, "somebody else used it")
             return
