@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import ggufkit
 import numpy as np
 import pytest
 from llamacppkit import (
@@ -207,3 +209,103 @@ def test_a_store_without_a_fingerprint_is_refused(path: Path) -> None:
         KVStoreCache(store, llm)
     with pytest.raises(InvalidInputError, match="not kvstore"):
         KVStoreCache({}, llm)  # type: ignore[arg-type]
+
+
+# -- what was set past `Llama`
+
+
+def control_vector(llm: Any, size: float) -> None:
+    """The same push in every layer but the first; 0 takes it away."""
+    n_embd, n_layer = llama_cpp.llama_model_n_embd(llm.model), llama_cpp.llama_model_n_layer(llm.model)
+    n = n_embd * (n_layer - 1)
+    data = (ctypes.c_float * n)(*([size] * n))
+    assert llama_cpp.llama_set_adapter_cvec(llm.ctx, data if size else None, n, n_embd, 1, n_layer) == 0
+
+
+def lora(llm: Any, path: Path) -> None:
+    adapter = llama_cpp.llama_adapter_lora_init(llm.model, str(path).encode())
+    adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
+    assert llama_cpp.llama_set_adapters_lora(llm.ctx, adapters, 1, (ctypes.c_float * 1)(1.0)) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
+def test_a_control_vector_changes_the_fingerprint(name: str) -> None:
+    llm = new(name)
+    first = fingerprint_of(llm)
+    control_vector(llm, 0.1)
+    assert fingerprint_of(llm) != first
+    control_vector(llm, 0)
+    assert fingerprint_of(llm) == first
+
+
+def test_an_adapter_set_through_the_c_api_changes_the_fingerprint(tmp_path: Path) -> None:
+    prints = []
+    for seed in (0, 1, 2, 1):
+        llm = new()
+        lora(llm, ggufkit.write_lora(tmp_path / "adapter.gguf", seed))
+        prints.append(fingerprint_of(llm))
+    assert prints[0] == fingerprint_of(new())
+    assert prints[1] == prints[3]
+    assert len(set(prints)) == 3
+
+
+def test_an_adapter_replaced_under_its_name_changes_the_fingerprint(tmp_path: Path) -> None:
+    path = tmp_path / "adapter.gguf"
+    prints = []
+    for seed in (1, 2, 1):
+        ggufkit.write_lora(path, seed)
+        prints.append(fingerprint_of(new(lora_path=str(path))))
+    assert prints[0] == prints[2] != prints[1]
+
+
+@pytest.mark.parametrize("flash_attn", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fingerprint_disturbs_nothing(name: str, flash_attn: bool) -> None:
+    llm, other = new(name, flash_attn=flash_attn), new(name, flash_attn=flash_attn, n_batch=4, n_threads=2)
+    empty = fingerprint_of(llm)
+    tokens, more = tokens_of(llm, 150), tokens_of(llm, 12, seed=2)
+    llm.eval(tokens)
+    logits = llm._ctx.get_logits_ith(-1)[: llm.n_vocab()]
+    assert fingerprint_of(llm) == empty == fingerprint_of(other)
+    assert llm._ctx.get_logits_ith(-1)[: llm.n_vocab()] == logits
+    assert llm.n_tokens == 150
+    same = new(name, flash_attn=flash_attn)
+    same.eval(tokens)
+    assert fingerprint_of(same) == empty  # probed for the first time
+    third = new(name, flash_attn=flash_attn)
+    third.eval(tokens)
+    expected = logits_after(third, more)
+    assert np.array_equal(logits_after(llm, more), expected)
+    assert np.array_equal(logits_after(same, more), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
+def test_a_cache_serves_nothing_once_the_model_computes_other_numbers(
+    name: str, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = new(name)
+    tokens = tokens_of(llm, 100)
+    with KVStoreCache.open(path, llm) as cache:
+        llm.set_cache(cache)
+        complete(llm, tokens)
+        llm.reset()
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llm.ctx), True)
+        control_vector(llm, 0.1)
+        evaluated = count_evaluated(llm)
+        n = len(list(cache.store.entries()))
+        text = complete(llm, [*tokens, 7, 8])
+        assert evaluated[0] == 102
+        assert "other numbers" in caplog.text
+        assert len(list(cache.store.entries())) == n
+        plain = new(name)
+        control_vector(plain, 0.1)
+        assert complete(plain, [*tokens, 7, 8]) == text
+
+
+def test_a_sequence_with_a_gap_is_not_saved(path: Path) -> None:
+    llm = new()
+    llm.eval(tokens_of(llm, 60))
+    memory = llama_cpp.llama_get_memory(llm.ctx)
+    llama_cpp.llama_memory_seq_rm(memory, 0, 20, 30)
+    with open_store(path, llm) as store, pytest.raises(InvalidInputError, match="positions 0 to 59"):
+        save(store, llm)

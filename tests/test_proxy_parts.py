@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
-import serverkit
 
 pytest.importorskip("starlette")
 pytest.importorskip("aiohttp")
@@ -20,7 +18,7 @@ pytest.importorskip("uvicorn")
 import proxykit
 
 from kvstore import InvalidInputError, NotAStoreError
-from kvstore.engines import gguf, proxy
+from kvstore.engines import proxy
 from kvstore.engines.proxy_cache import Timings
 from kvstore.engines.proxy_prompt import Tokenizer, continues, parse
 from kvstore.engines.proxy_upstream import end_to_end
@@ -234,36 +232,3 @@ def test_start_token_that_only_one_side_adds_is_learned() -> None:
     assert not tokenizer.learn(prompt, tokens[1:], len(tokens) - 1)
     assert asyncio.run(tokenizer.fill(_prompt("hello"))).tolist() == tokens[1:].tolist()
     assert tokenizer.mismatches == 1
-
-
-def test_gguf_digest_tells_models_apart(tmp_path: Path) -> None:
-    model = serverkit.model()
-    read = gguf.read(model)
-    assert read.size == model.stat().st_size
-    assert read.metadata["general.architecture"] == "llama"
-    data = bytearray(model.read_bytes())
-    copy = tmp_path / "copy.gguf"
-    copy.write_bytes(data)
-    assert gguf.read(copy).digest == read.digest
-    data[-1] ^= 1
-    copy.write_bytes(data)
-    assert gguf.read(copy).digest != read.digest
-
-
-@pytest.mark.parametrize("n", [0, 3, 10, 23, 100, 5000])
-def test_gguf_that_is_cut_short_is_an_error(tmp_path: Path, n: int) -> None:
-    path = tmp_path / "cut.gguf"
-    path.write_bytes(serverkit.model().read_bytes()[:n])
-    with pytest.raises(InvalidInputError):
-        gguf.read(path)
-
-
-def test_gguf_that_lies_about_its_counts_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "liar.gguf"
-    data = bytearray(serverkit.model().read_bytes())
-    for at in (8, 16):
-        broken = data.copy()
-        broken[at : at + 8] = np.uint64(1 << 60).tobytes()
-        path.write_bytes(broken)
-        with pytest.raises(InvalidInputError):
-            gguf.read(path)

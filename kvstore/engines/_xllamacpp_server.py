@@ -28,13 +28,20 @@ def main() -> None:
 
     config = json.loads(sys.stdin.readline())
     params = xllamacpp.CommonParams()
-    types = {"flash_attn_type": "llama_flash_attn_type", "cache_type_k": "ggml_type", "cache_type_v": "ggml_type"}
+    types = {
+        "flash_attn_type": "llama_flash_attn_type",
+        "cache_type_k": "ggml_type",
+        "cache_type_v": "ggml_type",
+        "rope_scaling_type": "llama_rope_scaling_type",
+    }
     for group in ("params", "optional"):
         for path, value in config[group].items():
             try:
                 if path == "hostnames" and not hasattr(params, path):
                     # Its name, for one address, until autumn 2026.
                     params.hostname = value[0]
+                elif path == "lora_adapters":
+                    params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(value), 1.0)]
                 elif path in types:
                     assign(params, path, getattr(getattr(xllamacpp, types[path]), value))
                 else:

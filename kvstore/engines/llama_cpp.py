@@ -10,7 +10,6 @@ safe to use from several threads, as `Llama` is not.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import struct
@@ -26,7 +25,9 @@ from llama_cpp.llama_cache import BaseLlamaCache
 
 from kvstore import Entry, InvalidInputError, KVStoreError, LayoutError, Match, SavedState, Store, layout
 
+from . import probe
 from ._llama_cpp_facts import fingerprint_of
+from ._llama_cpp_probe import LlamaCppError, compute, sequence_state, set_sequence_state
 
 __all__ = ["KVStoreCache", "LlamaCppError", "fingerprint_of", "open_store", "restore", "save"]
 
@@ -36,12 +37,7 @@ Tokens: TypeAlias = npt.NDArray[np.int32]
 # A sequence state in memory starts with the engine's magic number and the sequence's id.
 _SEQUENCE_HEAD = np.array([0xAF143CD8, 0], "<u4").view(np.uint8)
 _ATTEMPTS = 4
-
-
-class LlamaCppError(KVStoreError):
-    """llama.cpp did not give or take a state."""
-
-    code, exit_code = "llama_cpp", 33
+_CHANGED = "the model computes other numbers than when its cache was opened (an adapter?): nothing is stored or restored"
 
 
 def open_store(path: str | os.PathLike[str], llm: Any, **kwargs: Any) -> Store:
@@ -72,8 +68,12 @@ def save(store: Store, llm: Any, seq_id: int = 0, *, tokens: Any = None, **put: 
     if held < len(ids):
         raise InvalidInputError(f"sequence {seq_id} holds {held} positions, {len(ids)} tokens were given")
     state = _sequence_state(llm, seq_id)
-    # `Llama` forgets tokens without removing their cells.
-    return store.put(ids, state if held == len(ids) else layout.crop(state, len(ids)), **put)
+    if held != len(ids):
+        # `Llama` forgets tokens without removing their cells.
+        state = layout.crop(state, len(ids))
+    if not _has_media(llm) and not probe.is_plain(state, len(ids)):
+        raise InvalidInputError(f"sequence {seq_id} does not hold the positions 0 to {len(ids) - 1}, each once")
+    return store.put(ids, state, **put)
 
 
 def restore(store: Store, llm: Any, tokens: Any, seq_id: int = 0) -> int:
@@ -124,6 +124,7 @@ class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
         self.min_tokens = min_tokens
         self.ttl = ttl
         self._told: set[str] = set()
+        self._rows = compute(llm)
 
     @classmethod
     def open(
@@ -179,7 +180,11 @@ class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
         try:
             match = self.store.match(ids)
             if match is None or match.n_common < len(ids):
-                self.store.put(ids, _fit(_to_sequence(value.llama_state), len(ids)), ttl=self.ttl)
+                state = _fit(_to_sequence(value.llama_state), len(ids))
+                if not probe.is_plain(state, len(ids)):
+                    self._tell_once("a state whose positions are not those of its tokens is not stored")
+                elif self._is_as_opened():
+                    self.store.put(ids, state, ttl=self.ttl)
         except KVStoreError as error:
             log.warning("the state of %d tokens was not stored: %s", len(ids), error)
 
@@ -216,6 +221,10 @@ class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
         if saved is None:
             return False
         llm = self.llm
+        if compute(llm, keep=False) != self._rows:
+            _note_tokens(llm, saved.tokens[:0])
+            self._tell_once(_CHANGED)
+            raise KeyError(match.entry.hex_id)
         if not _set_sequence(llm, saved, 0):
             log.warning("llama.cpp did not take the state of entry %s", match.entry.hex_id)
             raise KeyError(match.entry.hex_id)
@@ -223,6 +232,13 @@ class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
             # Only read as the log probabilities of the prompt itself: no number is better there than another prompt's.
             llm.scores[usable : len(saved.tokens)] = np.nan
         return True
+
+    def _is_as_opened(self) -> bool:
+        """Whether the model still computes what it did when the cache was opened."""
+        if compute(self.llm, window=True) == self._rows:
+            return True
+        self._tell_once(_CHANGED)
+        return False
 
     def _tell_once(self, what: str) -> None:
         if what not in self._told:
@@ -286,24 +302,14 @@ def _check_sequence(llm: Any, seq_id: int) -> None:
         raise InvalidInputError(f"sequence {seq_id} of a context with {n_seq}")
 
 
-def _pointer(data: Bytes) -> Any:
-    return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-
-
 def _sequence_state(llm: Any, seq_id: int) -> Bytes:
-    """The state of one sequence, as llama.cpp writes it. shape (n_bytes,), uint8."""
-    size = int(llama_cpp.llama_state_seq_get_size(llm.ctx, seq_id))
-    state = np.empty(size, np.uint8)
-    n = int(llama_cpp.llama_state_seq_get_data(llm.ctx, _pointer(state), size, seq_id))
-    if not 0 < n <= size:
-        raise LlamaCppError(f"llama.cpp gave no state of sequence {seq_id}")
-    return state[:n]
+    return sequence_state(llm.ctx, seq_id)
 
 
 def _set_sequence(llm: Any, saved: SavedState, seq_id: int) -> bool:
     """Whether llama.cpp took the state as that of its tokens; where it did not, the sequence is empty."""
     memory, state, n_tokens = _memory(llm), saved.main, len(saved.tokens)
-    taken = int(llama_cpp.llama_state_seq_set_data(llm.ctx, _pointer(state), state.size, seq_id))
+    taken = set_sequence_state(llm.ctx, state, seq_id)
     if taken != state.size or int(llama_cpp.llama_memory_seq_pos_max(memory, seq_id)) != n_tokens - 1:
         llama_cpp.llama_memory_seq_rm(memory, seq_id, -1, -1)
         n_tokens = 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -30,8 +31,9 @@ from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
 from ..errors import InvalidInputError, KVStoreError
-from ..hashing import digest
+from . import model_file, server_probe
 
+log = logging.getLogger("kvstore")
 Message: TypeAlias = Mapping[str, Any]
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
@@ -54,8 +56,34 @@ OPTIONS: dict[str, tuple[str, str]] = {
     "mmproj": ("mmproj.path", "--mmproj"),
     "model_draft": ("speculative.draft.mparams.path", "--model-draft"),
     "chat_template": ("chat_template", "--chat-template"),
+    "rope_freq_base": ("rope_freq_base", "--rope-freq-base"),
+    "rope_freq_scale": ("rope_freq_scale", "--rope-freq-scale"),
+    "rope_scaling": ("rope_scaling_type", "--rope-scaling"),
+    "yarn_ext_factor": ("yarn_ext_factor", "--yarn-ext-factor"),
+    "yarn_attn_factor": ("yarn_attn_factor", "--yarn-attn-factor"),
+    "yarn_beta_fast": ("yarn_beta_fast", "--yarn-beta-fast"),
+    "yarn_beta_slow": ("yarn_beta_slow", "--yarn-beta-slow"),
+    "yarn_orig_ctx": ("yarn_orig_ctx", "--yarn-orig-ctx"),
+    "lora": ("lora_adapters", "--lora"),
+    "context_shift": ("ctx_shift", "--context-shift"),
+    "group_attention_n": ("grp_attn_n", "--grp-attn-n"),
+    "group_attention_w": ("grp_attn_w", "--grp-attn-w"),
 }
-_SHAPES_STATES = ("mmproj", "model_draft", "swa_full")
+_SHAPES_STATES = (
+    "mmproj",
+    "model_draft",
+    "swa_full",
+    "rope_freq_base",
+    "rope_freq_scale",
+    "rope_scaling",
+    "yarn_ext_factor",
+    "yarn_attn_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_orig_ctx",
+    "group_attention_n",
+    "group_attention_w",
+)
 
 
 class LlamaServerError(KVStoreError):
@@ -165,6 +193,7 @@ class LlamaServer:
         self._log = Path(log) if log is not None else None
         self._log_is_ours = log is None
         self._process: subprocess.Popen[bytes] | None = None
+        self._probed: tuple[Any, str] | None = None  # process id and adapters, the digest of their probe
 
     # -- the process --------------------------------------------------------------------------------------------------
 
@@ -241,6 +270,8 @@ class LlamaServer:
                 "cache_type_v": f"GGML_TYPE_{self.cache_type_v.upper()}",
             }
             params.update({OPTIONS[name][0]: value for name, value in self.extra.items()})
+            if "rope_scaling" in self.extra:
+                params["rope_scaling_type"] = f"LLAMA_ROPE_SCALING_TYPE_{str(self.extra['rope_scaling']).upper()}"
             if self.api_key:
                 params["api_keys"] = [self.api_key]
             # Without fit_params = False the server may choose another n_ctx than it was told.
@@ -433,22 +464,43 @@ class LlamaServer:
         return dict(self.request("POST", f"/slots/{id}?action=erase", {}))
 
     def fingerprint(self) -> str:
-        """What a state of this server depends on, for `Store(fingerprint=...)`: the model file (its size, first and
-        last MiB), the KV types, flash attention, the number of streams, some options, and the server's version. Not
-        on n_ctx: a state goes into any context that has room."""
-        with open(self.model, "rb") as model:
-            size = model.seek(0, os.SEEK_END)
-            ends = []
-            for start in (0, max(0, size - (1 << 20))):
-                model.seek(start)
-                ends.append(model.read(1 << 20))
+        """What a state of this server depends on, for `Store(fingerprint=...)`: the files of model and adapters, the KV
+        types, flash attention, the number of streams, some options, and the server's version. Not n_ctx: a state goes
+        into any context that has room.
+
+        Of a running server also a computed probe: the state of 40 tokens, which shows whatever changes the numbers
+        (adapters set by a request too). It is computed in an idle slot, whose contents are put back, when the server or
+        its adapters are new. Without it, the fingerprint is another: ask for it after the start.
+        """
+        lora = self.extra.get("lora")
         facts = {
-            "model": f"{size}-{digest(b''.join(ends)).hex()}",
+            "model": model_file.digest(self.model),
+            "lora": None if lora is None else model_file.digest(lora),
             "kv": f"{self.cache_type_k}/{self.cache_type_v}",
             "flash_attn": self.flash_attn,
             # Slots that share one buffer have one stream, whatever their number.
             "streams": 1 if self.extra.get("kv_unified") else self.parallel,
             "extra": {name: str(self.extra[name]) for name in _SHAPES_STATES if name in self.extra},
             "server": self.command.version,
+            "probe": self._probe() if self.running else None,
         }
         return json.dumps(facts, sort_keys=True)
+
+    def _probe(self) -> str | None:
+        """The digest of the probe's rows, None where the server does not save slots."""
+        try:
+            adapters = self.request("GET", "/lora-adapters")
+        except LlamaServerError as error:
+            if error.status is None:
+                raise
+            adapters = None
+        key = (self.pid, adapters)
+        if self._probed is None or self._probed[0] != key:
+            try:
+                self._probed = key, server_probe.compute(self)
+            except (KVStoreError, OSError) as error:
+                if not self.running:
+                    raise
+                log.warning("the server's numbers cannot be probed, its settings alone make its fingerprint: %s", error)
+                return None
+        return self._probed[1]

@@ -229,7 +229,7 @@ class Forwarder:
         lease = None if prompt is None else await self.cache.lease(scope["path"], prompt)
         if lease is None:
             self.metrics.count("passed")
-            with self.server.slots.passing():
+            with self.server.slots.passing(body=body):
                 await self._send_on(scope, headers, body, send)
             return
         status: int | None = None
@@ -247,7 +247,7 @@ class Forwarder:
         content = client.body()
         if scope["method"] == "POST" and scope["path"] not in _READS_ONLY:
             try:
-                with self.server.slots.passing():
+                with self.server.slots.passing(scope["path"]):
                     await self._send_on(scope, scope["headers"], content, send, client)
             finally:
                 if scope["path"].startswith("/lora-adapters"):
@@ -344,6 +344,7 @@ class Pages:
             "off": self.server.off or None,
             "model": None if identity is None else identity.model,
             "fingerprint": None if identity is None else identity.fingerprint,
+            "probed": None if identity is None else identity.probed,
             **self.metrics.as_dict(private=self.private),
             "slots": [
                 {"id": s.id, "busy": s.busy, "tokens": s.n_total, "stored_tokens": s.stored, "saving": s.putting > 0}

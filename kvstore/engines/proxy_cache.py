@@ -13,7 +13,7 @@ from .. import slotfile
 from ..errors import LayoutError
 from ..records import Match, hex_id
 from ..store import Store
-from .proxy_fingerprint import restore
+from .proxy_fingerprint import erase, restore
 from .proxy_metrics import Metrics, Recent
 from .proxy_prompt import Prompt, common, continues
 from .proxy_saver import Saver
@@ -63,14 +63,25 @@ class Lease:
         self.held = choice.held
         self.restored: Match | None = None
         self.recent = recent
-        self.body = prompt.for_slot(choice.slot.id)
+        slots = cache.server.slots
+        self.meddled = choice.slot.meddled
+        self._tainted = -1 if slots.tainting else slots.tainted
+        self.body = prompt.for_slot(choice.slot.id, plain=True)
         self._cache = cache
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether a request with other numbers was under way at the same time: it may have had the slot just before."""
+        slots = self._cache.server.slots
+        return bool(slots.tainting) or slots.tainted != self._tainted
 
     async def finish(self, status: int | None, tail: bytes) -> None:
         """After the answer: its status (None where it was cut off) and the end of its body."""
         try:
             timings = Timings.find(tail) if status == 200 else None
-            if timings is not None:
+            if self.meddled != self.slot.meddled:
+                self.slot.forget()
+            elif timings is not None:
                 self._cache.learn(self, timings)
                 self._cache.server.sure()
             elif status in (None, 200):
@@ -82,6 +93,7 @@ class Lease:
             self._cache.metrics.count("failures")
             self.slot.forget()
         finally:
+            self._cache.server.note(self.slot)
             await self._cache.server.slots.release(self.slot)
             self._cache.saver.wake()
 
@@ -122,6 +134,8 @@ class Cache:
                 if not found_it and (again := await self._match(prompt)) is not None:
                     # It gave way to a longer one of its conversation while the request waited.
                     await self._restore(lease, again)
+            if choice.slot.needs_erase:
+                await self._erase(choice.slot)
             self.metrics.count("requests")
             return lease
         except BaseException as error:
@@ -213,6 +227,7 @@ class Cache:
             return True
         seconds = time.perf_counter() - started
         slot.tokens, slot.n_total, slot.stored, slot.entry = file.tokens[:n], n, n, match.entry.id
+        slot.unfit = n != file.tokens.shape[0]
         lease.restored = match
         lease.recent.restore_ms = seconds * 1e3
         lease.recent.entry = match.entry.hex_id
@@ -220,6 +235,16 @@ class Cache:
         self.metrics.count("restores")
         self.metrics.seconds["restore_seconds"] += seconds
         return True
+
+    async def _erase(self, slot: Slot) -> None:
+        """Empties a slot: the server would go on from what it holds, computed with an adapter perhaps."""
+        try:
+            await erase(self.server.upstream, slot.id)
+            slot.unfit = False
+        except UpstreamError as error:
+            if error.status is None:
+                self.server.suspect()
+            log.info("slot %d was not erased: %s", slot.id, error.message)
 
     async def _match(self, prompt: Prompt) -> Match | None:
         """What the store has of a prompt, if this server can take it."""
@@ -248,8 +273,13 @@ class Cache:
 
     def unknown(self, lease: Lease) -> None:
         """The request was cut off: the slot holds some of it, and a save will tell how much."""
-        slot, prompt = lease.slot, lease.prompt
+        slot, prompt, identity = lease.slot, lease.prompt, self.server.identity
+        unfit = slot.unfit or lease.overlapped
         slot.forget()
+        # A context shift that keeps the start of the prompt would not show in the tokens.
+        if unfit or identity is None or identity.keeps or {"n_keep", "n_discard"} & prompt.data.keys():
+            return
+        slot.unfit = False
         slot.origin, slot.n_prompt = prompt, 0
         slot.n_total = 0 if prompt.tokens is None else prompt.tokens.shape[0]
 
@@ -261,6 +291,34 @@ class Cache:
         log.warning("of %d tokens restored from %s the server used %d", match.n_common, entry.hex_id, cached)
         if not server.reuses:
             log.warning("this server makes nothing of its slot files: no restores and saves until it is another one")
+
+    def _is_plain(self, lease: Lease, timings: Timings) -> bool:
+        """Whether the slot holds the plain computation of its tokens now. Where it does not, nothing is kept of it."""
+        slot, prompt, identity = lease.slot, lease.prompt, self.server.identity
+        n_total = timings.cached + timings.computed + timings.generated
+        if identity is None or 0 < identity.n_ctx <= n_total:
+            slot.forget()  # the context was full: the server may have shifted it
+            self.server.slots.strangers = True
+            return False
+        if timings.cached == 0:
+            slot.unfit = False
+        elif slot.needs_erase or lease.overlapped:
+            slot.forget()
+            return False
+        elif prompt.tokens is not None:
+            held, n_prompt = slot.holds(prompt.tokens), timings.cached + timings.computed
+            least = min(held, n_prompt - 1) - 1 if identity.crops and prompt.tokens.shape[0] == n_prompt else 0
+            if timings.cached < least:
+                # Somebody else used the slot meanwhile: what was reused is theirs.
+                slot.forget()
+                self.server.slots.strangers = True
+                return False
+            # What follows the known tokens is the answer, whose tokens are not known yet, and their number only nearly.
+            most = max(held, slot.n_total + 2) if held == slot.tokens.shape[0] else held
+            if timings.cached > most and (self.server.slots.strangers or identity.adapters):
+                # From the server's own cache, or moved chunks: whatever they were computed with.
+                slot.unfit = True
+        return True
 
     def learn(self, lease: Lease, timings: Timings) -> None:
         slot, prompt, slots = lease.slot, lease.prompt, self.server.slots
@@ -280,6 +338,8 @@ class Cache:
         if timings.cached:
             recent.source = "store" if recent.restored_tokens else "slot"
         self.metrics.done(recent)
+        if not self._is_plain(lease, timings):
+            return
         known = slot.tokens[: min(slot.tokens.shape[0], timings.cached)]
         if prompt.tokens is not None and prompt.tokens.shape[0] == n_prompt:
             kept = common(slot.tokens, prompt.tokens)
@@ -293,7 +353,7 @@ class Cache:
         slot.stored = max(slot.stored, min(lease.in_store, n_prompt))
         slot.n_total = n_prompt + max(0, timings.generated - 1)
         slot.n_prompt = n_prompt
-        slot.origin = prompt
+        slot.origin = None if slot.unfit else prompt
         slot.chat = (prompt.shape(), prompt.messages) if prompt.kind == "chat" else None
         slot.used = time.monotonic()
         slot.seen = None

@@ -22,6 +22,7 @@ _HELP = {
     "saves": "Slots saved and put into the store.",
     "saves_skipped": "Saves that would have added little.",
     "saves_before_overwrite": "Saves done while a request for another conversation waited.",
+    "saves_unfit": "Slots not saved: they held more than the plain computation of their tokens, or another's.",
     "failures": "Failures of the cache; the request was served without it.",
     "token_mismatches": "Prompts whose tokens were not those the server computed.",
     "upstream_changes": "Server processes seen after the first.",

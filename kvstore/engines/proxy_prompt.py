@@ -65,16 +65,19 @@ class Prompt:
         """All that decides the prompt beside the messages."""
         return {name: value for name, value in self.data.items() if name not in _SAMPLING}
 
-    def for_slot(self, id: int) -> bytes:
-        """The body, asking for a slot; otherwise byte for byte the client's."""
-        if self.id_slot is not None:
-            return self.body
-        # The server takes the last of two equal keys.
-        if "id_slot" in self.data:
-            at = self.body.rindex(b"}")
-            return self.body[:at] + b',"id_slot":%d' % id + self.body[at:]
-        at = self.body.index(b"{") + 1
-        return self.body[:at] + b'"id_slot":%d,' % id + self.body[at:]
+    def for_slot(self, id: int, *, plain: bool = False) -> bytes:
+        """The body, asking for a slot; otherwise byte for byte the client's. `plain` asks the server to leave
+        --cache-reuse for this request: chunks that it moves are not what computing them gives."""
+        more = b'"n_cache_reuse":0,' if plain and "n_cache_reuse" not in self.data else b""
+        body = self.body
+        if self.id_slot is None:
+            if "id_slot" in self.data:  # the server takes the last of two equal keys
+                end = body.rindex(b"}")
+                body = body[:end] + b',"id_slot":%d' % id + body[end:]
+            else:
+                more = b'"id_slot":%d,' % id + more
+        at = body.index(b"{") + 1
+        return body[:at] + more + body[at:] if more else body
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -130,11 +133,11 @@ def _understood(body: bytes) -> dict[str, Any] | None:
 
 def parse(path: str, body: bytes) -> Prompt | None:
     """The request, or None where it has to pass as if there were no cache: several prompts or answers, images or audio,
-    adapters of its own, no wish to be cached, or nothing that is understood."""
+    adapters of its own, chunks to be moved, no wish to be cached, or nothing that is understood."""
     data = _understood(body)
     if data is None:
         return None
-    if data.get("cache_prompt", True) is not True or data.get("lora"):
+    if data.get("cache_prompt", True) is not True or data.get("lora") or data.get("n_cache_reuse"):
         return None
     if any(data.get(name, 1) not in (1, None) for name in ("n", "n_cmpl")):
         return None

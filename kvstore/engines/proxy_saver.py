@@ -7,12 +7,13 @@ import logging
 import time
 
 from .. import slotfile
-from ..errors import KVStoreError
+from ..errors import KVStoreError, LayoutError
 from ..records import Entry, hex_id
 from ..store import Store
+from . import probe
 from .proxy_fingerprint import save
 from .proxy_metrics import Metrics
-from .proxy_prompt import Prompt, starts
+from .proxy_prompt import Prompt, common, starts
 from .proxy_server import Server
 from .proxy_slots import Choice, Slot
 from .proxy_upstream import UpstreamError
@@ -47,11 +48,19 @@ class Saver:
     def _worth(self, slot: Slot) -> bool:
         if slot.origin is None or self.server.store is None:
             return False
+        if slot.unfit:
+            self._drop(slot, "it holds more than the computation of its tokens")
+            return False
         if slot.unsaved < self.server.settings.min_tokens or not self.server.reuses:
             self.metrics.count("saves_skipped")
             slot.origin = None
             return False
         return True
+
+    def _drop(self, slot: Slot, why: str) -> None:
+        self.metrics.count("saves_unfit")
+        log.info("slot %d is not saved: %s", slot.id, why)
+        slot.origin = None
 
     async def run(self) -> None:
         """Until `last`."""
@@ -128,12 +137,19 @@ class Saver:
         """Saves a slot, and starts the put."""
         server = self.server
         origin, n_prompt, store = slot.origin, slot.n_prompt, server.store
-        slot.origin = None
         if origin is None or store is None:
+            slot.origin = None
             return
-        started = time.perf_counter()
         try:
+            vouched = await server.vouch(slot)
+            slot.origin = None
+            if not vouched:
+                self._drop(slot, "somebody else used it")
+                return
+            started = time.perf_counter()
             file = await save(server.upstream, server.files, slot.id, SAVE_SECONDS)
+            server.slots.rates.saved(file.tokens.shape[0], file.state.nbytes, time.perf_counter() - started)
+            unchanged = await server.vouch(slot)
         except UpstreamError as error:
             slot.forget()
             if error.status is None and not error.late:
@@ -142,11 +158,18 @@ class Saver:
         except asyncio.CancelledError:
             slot.origin, slot.n_prompt = origin, n_prompt  # nothing happened to the slot
             raise
-        server.slots.rates.saved(file.tokens.shape[0], file.state.nbytes, time.perf_counter() - started)
+        if not unchanged:
+            self._drop(slot, "somebody else used it")
+            return
         if file.media:
             return
         if file.tokens.shape[0] < server.settings.min_tokens:
             slot.tokens, slot.n_total, slot.stored, slot.entry = file.tokens, file.tokens.shape[0], 0, None
+            return
+        if wrong := self._differs(slot, origin, n_prompt, file):
+            slot.forget()
+            server.slots.strangers = True
+            self._drop(slot, wrong)
             return
         if n_prompt and not server.tokenizer.learn(origin, file.tokens, n_prompt):
             self.metrics.count("token_mismatches")
@@ -157,6 +180,26 @@ class Saver:
         task = asyncio.create_task(self._put(store, origin, file, slot))
         self._puts.add(task)
         task.add_done_callback(self._puts.discard)
+
+    def _differs(self, slot: Slot, origin: Prompt, n_prompt: int, file: slotfile.SlotFile) -> str | None:
+        """Why a slot file is not what the request left, as far as that is known; None where it is."""
+        n = file.tokens.shape[0]
+        if int(file.tokens.min()) < 0:
+            return "it holds what is not text"
+        try:
+            if not probe.is_plain(file.state, n):
+                return "its positions are not those of its tokens"
+        except LayoutError as error:
+            return f"its state is not understood: {error.message}"
+        if n_prompt and abs(n - slot.n_total) > 2:
+            return f"it holds {n} tokens, the last request left {slot.n_total}"
+        if origin.tokens is None:
+            return None if common(slot.tokens, file.tokens) >= min(slot.tokens.shape[0], n) else "its tokens are others"
+        # A text's tokens, as they were known before the request, may be others than the server's own.
+        exact = origin.text is None or not n_prompt
+        if exact and common(origin.tokens, file.tokens) < min(origin.tokens.shape[0], n):
+            return "its tokens are not those of the prompt"
+        return None
 
     async def _put(self, store: Store, origin: Prompt, file: slotfile.SlotFile, slot: Slot) -> None:
         try:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ..errors import KVStoreError
 from ..store import Store
 from .proxy_files import SlotFiles
-from .proxy_fingerprint import CacheOff, Identity, identify, marker_of
+from .proxy_fingerprint import CacheOff, Identity, ask_adapters, identify, marker_of
 from .proxy_metrics import Metrics
 from .proxy_prompt import Tokenizer
 from .proxy_slots import Rates, Slot, Slots
@@ -26,6 +26,7 @@ T = TypeVar("T")
 POLL_SECONDS = 2.0
 LINK_SECONDS = 10.0  # as long a request waits for the look at a new server; then it passes without a cache
 CHECK_SECONDS = 2.0
+VOUCH_SECONDS = 120.0
 SURE_SECONDS = 0.1  # no server starts again in less
 RETRY_SECONDS = 15.0  # until a server whose slots cannot be saved is looked at again
 # A build that makes nothing of its own slot files (windows and recurrent states before October 2026) is left alone.
@@ -70,6 +71,7 @@ class Server:
         self._asleep = False  # when it should have been linked to: the next request wakes it anyway
         self._asked = False
         self._tells_tasks = False  # /slots names the last task of a slot
+        self._notes: set[asyncio.Task[None]] = set()
         # What a request waits for never stands behind a put.
         self._quick = ThreadPoolExecutor(4, "kvstore-proxy")
         self._puts = ThreadPoolExecutor(1, "kvstore-proxy-put")
@@ -113,10 +115,10 @@ class Server:
             try:
                 # /props is answered beside the server's loop, /slots by it, which may be in the middle of a batch.
                 if self.slots.quiet and self._lists_slots:
-                    props, listed = await asyncio.gather(self._props(), self._listed())
+                    props, listed, adapters = await asyncio.gather(self._props(), self._listed(), self._adapters())
                 else:
-                    props, listed = await self._props(), None
-                if self._same(props, listed):
+                    props, listed, adapters = await self._props(), None, self.identity.adapters
+                if self._same(props, listed) and adapters == self.identity.adapters:
                     self._suspect = False
                     self._sure_at = time.monotonic()
                     self._compare(listed)
@@ -146,18 +148,30 @@ class Server:
             return False
         return bool(props.get("media_marker")) or not (self._suspect or self._restarted(listed))
 
-    async def _listed(self) -> list[dict[str, Any]] | None:
-        """None where the server does not say, or not in time, or where a slot was used meanwhile: the list is old then."""
-        events = self.slots.events
+    async def _listed(self, timeout: float = CHECK_SECONDS) -> list[dict[str, Any]] | None:
+        """The slots as the server sees them, without those that a request of ours took meanwhile.
+
+        None where the server does not say, or not in time, or where another's request passed: the list is old then.
+        """
+        uses = {slot.id: slot.uses for slot in self.slots.all}
+        passed = (self.slots.foreign, self.slots.passes)
         try:
-            listed = list(await self.upstream.ask("GET", "/slots", timeout=CHECK_SECONDS))
+            listed = list(await self.upstream.ask("GET", "/slots", timeout=timeout))
         except UpstreamError as error:
             if error.status is None and not error.late:
                 raise
             if error.status in (401, 403, 404, 501):
                 self._lists_slots = False  # --no-slots
             return None
-        return listed if events == self.slots.events else None
+        if passed != (self.slots.foreign, self.slots.passes):
+            return None
+        now = {slot.id: slot.uses for slot in self.slots.all}
+        return [each for each in listed if now.get(int(each["id"])) == uses.get(int(each["id"]))]
+
+    async def _adapters(self, timeout: float = CHECK_SECONDS) -> Any:
+        """The adapters and their scales, which a request can change."""
+        known = None if self.identity is None else self.identity.adapters
+        return None if known is None else await ask_adapters(self.upstream, timeout)
 
     def _restarted(self, listed: list[dict[str, Any]] | None) -> bool:
         """A slot that had a task and has none, or an older one, is a new process's."""
@@ -172,24 +186,78 @@ class Server:
         by_id = {int(now["id"]): now for now in listed or ()}
         return [(slot, by_id[slot.id]) for slot in self.slots.all if slot.id in by_id]
 
-    def _compare(self, listed: list[dict[str, Any]] | None) -> None:
-        """Forgets slots that somebody else used."""
+    def _compare(self, listed: list[dict[str, Any]] | None, only: Slot | None = None) -> None:
+        """Forgets slots that somebody else used: all, or one of them."""
         self._tells_tasks |= any(now.get("id_task") is not None for now in listed or ())
         for slot, now in self._pairs(listed):
-            if now.get("is_processing"):
+            if now.get("is_processing") or only not in (None, slot):
                 continue
             if self._tells_tasks and slot.n_total and now.get("id_task") is None:
                 slot.forget()  # no task since it slept
             seen = (now.get("id_task"), now.get("n_prompt_tokens"))
             if slot.seen is None:
-                # Ours was the last request, unless the number of tokens is far from what it left.
-                if slot.origin is not None and not slot.n_prompt:
+                if self.slots.foreign:
+                    continue  # it may be theirs
+                # Ours was the last request, unless another passed since, or the tokens are far from what ours left.
+                if slot.passes != self.slots.passes and not slot.unfit:
+                    self._strange(slot)
+                elif slot.cut:
                     slot.n_total = int(seen[1] or slot.n_total)
                 elif seen[1] is not None and abs(int(seen[1]) - slot.n_total) > 2:
-                    slot.forget()
+                    self._strange(slot)
             elif slot.seen != seen:
-                slot.forget()
+                self._strange(slot)
+            if not self._plain_adapters(now):
+                self._strange(slot)
             slot.seen = seen
+
+    def _strange(self, slot: Slot) -> None:
+        slot.forget()
+        self.slots.strangers = True
+
+    def _plain_adapters(self, now: dict[str, Any]) -> bool:
+        """Whether the last request in a slot had the server's adapters, and none of its own."""
+        own = (now.get("params") or {}).get("lora")
+        common = None if self.identity is None else self.identity.adapters
+        scales = {a.get("id"): a.get("scale") for a in common or () if isinstance(a, dict)}
+        return not own or {a.get("id"): a.get("scale") for a in own} == scales
+
+    def note(self, slot: Slot) -> None:
+        """A request in the slot has just ended: ask the server for the mark it left there, so that another's is told
+        apart from it. Nobody waits for this."""
+        uses = slot.uses
+        slot.passes = self.slots.passes
+
+        async def ask() -> None:
+            with suppress(UpstreamError):
+                listed = await self._listed()
+                if slot.uses == uses and slot.seen is None:
+                    self._compare(listed, slot)
+
+        if self._lists_slots:
+            task = asyncio.create_task(ask())
+            self._notes.add(task)
+            task.add_done_callback(self._notes.discard)
+
+    async def vouch(self, slot: Slot) -> bool:
+        """Whether the slot surely holds what the last request that we know of left there, and nothing but the plain
+        computation of it. Raises UpstreamError."""
+        if slot.unfit:
+            return False
+        if not self._lists_slots:
+            return slot.passes == self.slots.passes and not self.slots.foreign
+        # The server answers when its batch is done, as it does with the save itself.
+        listed, adapters = await asyncio.gather(self._listed(VOUCH_SECONDS), self._adapters(VOUCH_SECONDS))
+        if self.identity is None or adapters != self.identity.adapters:
+            self.forget()
+            slot.forget()
+            return False
+        if listed is None:
+            return slot.passes == self.slots.passes and not self.slots.foreign
+        if any(now.get("is_processing") for each, now in self._pairs(listed) if each is slot):
+            return False
+        self._compare(listed, slot)
+        return not slot.unfit and slot.seen is not None
 
     async def working(self) -> frozenset[int]:
         """Slots that the server works in for somebody else, or for a client that left: not every build stops then."""
@@ -227,6 +295,7 @@ class Server:
                 self.slots.rates = Rates()
             self.identity = identity
             await self.slots.reset(identity.n_slots)
+            self.slots.strangers = not identity.fresh
             self.bad.clear()
             self.useless = 0
             self._suspect = self._refused = False
@@ -300,6 +369,8 @@ class Server:
             await self.check()
 
     async def close(self) -> None:
+        for note in self._notes:
+            note.cancel()
         if self._linking is not None:
             self._linking.cancel()
             with suppress(asyncio.CancelledError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from .proxy_prompt import Prompt, common
 from .proxy_upstream import UpstreamError
 
 NOTHING: Tokens = np.empty(0, np.int32)
+_TAINTS = (b'"lora"', b'"n_cache_reuse"')
+_SLOT_ACTION = re.compile(r"/slots/(\d+)")
 
 
 class Rates:
@@ -60,7 +63,10 @@ class Slot:
 
     tokens: the leading tokens it is known to hold; n_total counts those that followed too. stored: how many of them the
     store can give back. origin: the request whose answer is not in the store yet. chat: shape and messages of the last
-    chat. seen: what /slots said when nothing ran, None if that was not asked since the last request.
+    chat. seen: what /slots said after the last request, None if that was not asked since. unfit: whether the slot may
+    hold anything but the plain computation of its tokens: such a slot is never saved. It is fit again once it is erased,
+    restored from the store, or has computed a prompt from its first token on. passes: how many requests had passed
+    through when the last one ended. meddled: requests of others for this very slot.
     """
 
     id: int
@@ -72,13 +78,24 @@ class Slot:
     n_prompt: int = 0
     chat: tuple[dict[str, Any], list[Any]] | None = None
     seen: tuple[Any, Any] | None = None
+    unfit: bool = True
+    passes: int = 0
+    meddled: int = 0
+    uses: int = 0
     busy: bool = False
     putting: int = 0
     used: float = 0.0
 
     def forget(self) -> None:
+        """What it holds is not known, or not to be kept."""
         self.tokens, self.n_total, self.stored, self.entry = NOTHING, 0, 0, None
         self.origin = self.chat = self.seen = None
+        self.unfit = True
+
+    @property
+    def needs_erase(self) -> bool:
+        """The server would go on from contents that nothing is known of."""
+        return self.unfit and self.tokens.shape[0] == 0
 
     def holds(self, tokens: Tokens) -> int:
         return common(self.tokens, tokens)
@@ -117,6 +134,10 @@ class Slots:
         self.all: list[Slot] = []
         self.events = 0  # how often a slot was taken or given back: what was listed before is old then
         self.foreign = 0  # requests under way that the server finds a slot for by itself
+        self.passes = 0  # how many of them have ended
+        self.tainting = self.tainted = 0  # of them, those with adapters or moved chunks: under way, and begun in all
+        # Whether the server's own cache of prompts may have states that no request of ours computed.
+        self.strangers = True
         self.waiting = 0
         self.last_active = time.monotonic()
         self._free = asyncio.Condition()
@@ -140,16 +161,31 @@ class Slots:
         return not self.foreign and not self.waiting and not any(slot.busy for slot in self.all)
 
     @contextmanager
-    def passing(self) -> Iterator[None]:
-        """A request that the server finds a slot for: afterwards any slot may hold something else."""
+    def passing(self, path: str = "", body: bytes = b"") -> Iterator[None]:
+        """A request that the server finds a slot for: afterwards any slot may hold something else. `path` tells whether
+        it names a slot itself (save, restore, erase), `body` whether it wants other numbers than other requests get."""
+        taints = any(name in body for name in _TAINTS)
         self.foreign += 1
         self.events += 1
+        self.strangers = True
+        self.tainting += taints
+        self.tainted += taints
+        self._meddle(path)
         try:
             yield
         finally:
+            self._meddle(path)
+            self.tainting -= taints
             self.foreign -= 1
             self.events += 1
+            self.passes += 1
             self.last_active = time.monotonic()
+
+    def _meddle(self, path: str) -> None:
+        if (found := _SLOT_ACTION.match(path)) and int(found[1]) < len(self.all):
+            slot = self.all[int(found[1])]
+            slot.meddled += 1
+            slot.forget()
 
     async def acquire(self, prompt: Prompt, match: Match | None, stuck: frozenset[int] = frozenset()) -> Choice:
         """Waits for a slot. `stuck` are slots that the server says to be working for somebody else.
@@ -178,6 +214,7 @@ class Slots:
             return False
         slot.busy = True
         self.events += 1
+        slot.uses += 1
         return True
 
     async def release(self, slot: Slot) -> None:
