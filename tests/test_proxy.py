@@ -25,7 +25,7 @@ import proxykit
 from proxykit import Chat, post, proxied, stats, wait_for, wait_saved
 
 from kvstore import Store
-from kvstore.engines import proxy_wire
+from kvstore.engines.http_client import HttpClient
 from kvstore.engines.llama_server import LlamaServer
 
 
@@ -353,9 +353,9 @@ def test_a_prompt_seen_before_takes_few_requests(pair: tuple[LlamaServer, str], 
     """What the proxy asks the server before an answer, which is most of what it costs; docs/proxy.md has times."""
     _, url = pair
     asked: list[str] = []
-    request = proxy_wire.Wire.request
+    request = HttpClient.request
 
-    async def counted(self: proxy_wire.Wire, method: str, path: str, *rest: Any, **more: Any) -> tuple[int, bytes]:
+    async def counted(self: HttpClient, method: str, path: str, *rest: Any, **more: Any) -> tuple[int, bytes]:
         asked.append(path)
         return await request(self, method, path, *rest, **more)
 
@@ -364,7 +364,7 @@ def test_a_prompt_seen_before_takes_few_requests(pair: tuple[LlamaServer, str], 
     wait_saved(url)
     body = {"messages": chat.messages[:2], "max_tokens": 1, "temperature": 0}
     post(url + "/v1/chat/completions", body)
-    monkeypatch.setattr(proxy_wire.Wire, "request", counted)
+    monkeypatch.setattr(HttpClient, "request", counted)
     for _ in range(9):
         post(url + "/v1/chat/completions", body)
     assert asked
