@@ -171,6 +171,9 @@ def remove_if_unused(path: str, created: tuple[int, int] | None, key: str | None
     """Removes the new store of a salvage that failed, unless another file has its name, or another process put to it."""
     if db.identity(path) != created:
         return
+    if not os.path.getsize(path):
+        db.remove_if_empty(path, created, None)  # whatever the key: nothing was encrypted with it
+        return
     try:
         database = db.Database(path, timeout=0, key=key)
     except KVStoreError:

@@ -483,7 +483,7 @@ def test_what_a_flush_acknowledged_on_a_nearly_full_disk_is_served(left: float, 
         with suppress(OSError):  # the checkpoint may take some of it meanwhile
             filler.write_bytes(bytes(int(usage.f_bavail * usage.f_frsize - left * (1 << 20))))
         failed: list[int] = []
-        for n in range(1, 30):
+        for n in range(1, 90):
             try:
                 entry = store.put([n, 1], noise(n, 60_000))
             except kvstore.WriteBehindError as error:

@@ -178,7 +178,7 @@ def untouched(path: Path) -> Callable[[], bool]:
 def test_a_file_that_is_no_database_is_left_alone(content: bytes, readonly: bool, path: Path) -> None:
     path.write_bytes(content)
     same = untouched(path)
-    with pytest.raises((kvstore.NotAStoreError, kvstore.CorruptStoreError), match=r"no kvstore|damaged"):
+    with pytest.raises((kvstore.NotAStoreError, kvstore.CorruptStoreError), match=r"not a kvstore|damaged"):
         Store(path, readonly=readonly)
     assert same()
 
