@@ -39,7 +39,7 @@ test-slow: $(VENV)/.test
 	$(PY) -m pytest -m slow
 
 # The two commands of docs/encryption.md. Cipher and plain build exclude each other, so this is not in $(VENV).
-$(VENV)-encryption/.test: pyproject.toml setup.py kvstore/keys.py $(NATIVE)
+$(VENV)-encryption/.test: pyproject.toml setup.py kvstore/storage/keys.py $(NATIVE)
 	$(PYTHON) -m venv $(VENV)-encryption
 	$(VENV)-encryption/bin/python -m pip install --quiet --upgrade pip setuptools
 	$(VENV)-encryption/bin/python -m pip install --quiet -e ".[encryption]" pytest pytest-timeout hypothesis

@@ -6,7 +6,6 @@ A state that continues a stored prefix is kept as a byte-exact delta against it.
 from importlib.metadata import PackageNotFoundError, version
 
 from . import bkvd, layout, meta, operate, slotfile
-from .check import Problem
 from .errors import (
     BusyError,
     ClosedError,
@@ -30,8 +29,9 @@ from .errors import (
     WriteBehindError,
     WrongKeyError,
 )
-from .records import Entry, FamilyStats, Match, SavedState, Stats
-from .store import Store
+from .store.store import Store
+from .store.verify import Problem
+from .types import Entry, FamilyStats, Match, SavedState, Stats
 
 try:
     __version__ = version("llama-kvstore")

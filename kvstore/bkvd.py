@@ -49,7 +49,7 @@ import numpy.typing as npt
 from . import layout
 from ._native import ffi, lib
 from .errors import DeltaError, InvalidInputError, LayoutError
-from .records import Bytes, Delta, Section, Stream
+from .types import Bytes, Delta, Section, Stream
 
 MAGIC = 0x44564B42
 VERSION = 1

@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import InvalidInputError, MetaBlockError
-from .layout_cells import Blob
-from .records import CLASSES, SOURCES, EntryClass, Source
+from .layout.reader import Blob
+from .types import CLASSES, SOURCES, EntryClass, Source
 
 BLOCK_BYTES = 512
 EXCERPT_AT = 74

@@ -11,16 +11,18 @@ import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 
-from . import check, copies, db, queries, queries_lists, queries_upkeep
-from . import repair as repairs
-from .arguments import choice, entry_id, whole
-from .check import Problem, Progress
-from .copies import Exported
-from .entry_reader import Damaged
 from .errors import CorruptStoreError, InvalidInputError, KVStoreError, NotAStoreError, NotFoundError, StoreIOError
-from .records import CLASSES, Entry, EntryClass, FamilyStats, hex_id
-from .repair import Salvaged
-from .store import ENTRIES_PER_PAGE, Store
+from .storage import db, queries, queries_lists, queries_upkeep
+from .storage.entry_reader import Damaged
+from .store import copies
+from .store import repair as repairs
+from .store import verify as check
+from .store.copies import Exported
+from .store.repair import Salvaged
+from .store.store import ENTRIES_PER_PAGE, Store
+from .store.verify import Problem, Progress
+from .types import CLASSES, Entry, EntryClass, FamilyStats, hex_id
+from .util.validate import choice, entry_id, whole
 
 __all__ = [
     "Exported", "Salvaged", "backup", "export", "families", "find", "fingerprint", "head", "listing", "parents", "repair",

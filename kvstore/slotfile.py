@@ -22,10 +22,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from . import fsutil
 from .errors import SlotFileError, StoreIOError
-from .layout_cells import Blob, as_bytes
-from .records import Bytes, Tokens
+from .layout.reader import Blob, as_bytes
+from .types import Bytes, Tokens
+from .util import fsutil
 
 Kind: TypeAlias = Literal["slot file", "session file"]
 

@@ -20,9 +20,9 @@ from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 
-from kvstore import db
-from kvstore.db import Connection, Database
 from kvstore.errors import MigrationError
+from kvstore.storage import db
+from kvstore.storage.db import Connection, Database
 
 from . import files
 from .base import Outcome, Plan, Progress, Record, Report, Step

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from kvstore.db import Connection
+from kvstore.storage.db import Connection
 
 Progress: TypeAlias = Callable[[int, int], object]
 """Called with the entries done and their number."""

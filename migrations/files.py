@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from kvstore import db, fsutil
-from kvstore.db import Connection, Database
 from kvstore.errors import BusyError, DiskFullError, KVStoreError, MigrationError, StoreIOError
+from kvstore.storage import db
+from kvstore.storage.db import Connection, Database
+from kvstore.util import fsutil
 
 UPGRADING = ".upgrading"
 RETRY_SECONDS = 0.05  # between tries to have the file alone

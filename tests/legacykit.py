@@ -15,7 +15,7 @@ from typing import Any
 
 from kvstore import Store, bkvd
 from kvstore.meta import MetaBlock
-from kvstore.queries import signed
+from kvstore.storage.queries import signed
 
 MAKE = Path(__file__).parent / "data" / "legacy" / "make_v1.py"
 _spec = importlib.util.spec_from_file_location("make_v1", MAKE)

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import serverkit
 
-from kvstore.engines import proxy
-from kvstore.engines.llama_server import LlamaServer
+from kvstore.engines.llama_server.process import LlamaServer
+from kvstore.engines.proxy import runner as proxy
 
 # httpx gives up after 5 seconds where it is not told: too few for a busy machine.
 for _phase in ("connect", "read", "write", "pool"):

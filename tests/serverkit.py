@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 
 from kvstore import slotfile
-from kvstore.engines.llama_server import LlamaServer, LlamaServerError, find_server
+from kvstore.engines.llama_server.process import LlamaServer, LlamaServerError, find_server
 
 MODELS = Path(__file__).parent / "data" / "models"
 ARCHITECTURES = ("llama", "qwen2vl", "deepseek2", "gemma3", "jamba", "lfm2", "mamba")

@@ -17,7 +17,8 @@ import pytest
 from storekit import MIB, dump, file_bytes, noise, state
 
 import kvstore
-from kvstore import Store, blobs
+from kvstore import Store
+from kvstore.storage import blobs
 
 Opener = Callable[..., Store]
 PREFIX = list(range(100, 600))

@@ -19,9 +19,10 @@ import legacykit
 import pytest
 from click.testing import CliRunner, Result
 
-from kvstore import InvalidInputError, Store, errors, units
+from kvstore import InvalidInputError, Store, errors
 from kvstore.cli import main
-from kvstore.printable import Formatter, json_text, printable
+from kvstore.util import units
+from kvstore.util.printable import Formatter, json_text, printable
 
 Run = Callable[..., Result]
 COMMAND = [sys.executable, "-m", "kvstore.cli"]
@@ -175,7 +176,7 @@ def test_sizes_of_the_command(run: Run, ids: list[str], tmp_path: Path) -> None:
 
 
 def test_sizes_of_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from kvstore.engines import proxy
+    from kvstore.engines.proxy import runner as proxy
 
     words = ["--upstream", "http://127.0.0.1:1", "--slot-dir", str(tmp_path), "--store", "x.db"]
     got: dict[str, Any] = {}
@@ -270,8 +271,8 @@ def test_a_log_line_is_one_line() -> None:
 
 def test_the_page_and_its_figures() -> None:
     pytest.importorskip("starlette")
-    from kvstore.engines.proxy_metrics import Metrics, Recent
-    from kvstore.engines.proxy_page import PAGE, tree
+    from kvstore.engines.proxy.metrics import Metrics, Recent
+    from kvstore.engines.proxy.page import PAGE, tree
 
     metrics = Metrics()
     metrics.done(Recent(0.0, "/v1/\x9bx", 0, "one\u202etwo\ud800"))

@@ -26,7 +26,7 @@ import pytest
 import serverkit
 
 from kvstore import layout, slotfile
-from kvstore.engines.llama_server import LlamaServer
+from kvstore.engines.llama_server.process import LlamaServer
 from kvstore.errors import LayoutError
 
 ROOT = Path(__file__).resolve().parent.parent

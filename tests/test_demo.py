@@ -12,8 +12,8 @@ import pytest
 import serverkit
 
 from kvstore.engines import demo
-from kvstore.records import SavedState
-from kvstore.store import Store
+from kvstore.store.store import Store
+from kvstore.types import SavedState
 
 # Few enough for the tiny model's context, so many that a garbled answer is a small part.
 ARGUMENTS = ["--tokens", "2500", "--conversations", "2"]

@@ -19,7 +19,8 @@ import pytest
 from storekit import dump, noise, state
 
 import kvstore
-from kvstore import KVStoreError, Store, blobs
+from kvstore import KVStoreError, Store
+from kvstore.storage import blobs
 
 if not hasattr(os, "fork"):
     pytest.skip("needs fork", allow_module_level=True)

@@ -25,13 +25,12 @@ from kvstore import (
     NotAStoreError,
     Store,
     WrongKeyError,
-    db,
     errors,
-    header,
-    keys,
     operate,
-    upgrade,
 )
+from kvstore.storage import db, keys
+from kvstore.storage import schema as upgrade
+from kvstore.storage import sniff as header
 
 ROOT = Path(__file__).resolve().parent.parent
 KEY = "correct horse"

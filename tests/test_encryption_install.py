@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import keys
+from kvstore.storage import keys
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "docs/encryption.md")

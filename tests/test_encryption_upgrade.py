@@ -16,7 +16,9 @@ import apsw
 import legacykit
 import pytest
 
-from kvstore import NotAStoreError, Store, WrongKeyError, db, upgrade
+from kvstore import NotAStoreError, Store, WrongKeyError
+from kvstore.storage import db
+from kvstore.storage import schema as upgrade
 
 KEY = "correct horse"
 pytestmark = pytest.mark.skipif(not db.HAS_CIPHER, reason="needs apsw-sqlite3mc (make test-encryption)")

@@ -14,7 +14,7 @@ import serverkit
 
 from kvstore import layout, slotfile
 from kvstore.engines import probe
-from kvstore.engines.llama_server import LlamaServer
+from kvstore.engines.llama_server.process import LlamaServer
 
 YARN = {"rope_scaling": "yarn", "rope_freq_scale": 0.5}
 CHANGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -17,17 +17,8 @@ import numpy as np
 import pytest
 from storekit import STATES, state
 
-from kvstore import (
-    DiskFullError,
-    KVStoreError,
-    ReadOnlyError,
-    SlotFileError,
-    Store,
-    StoreIOError,
-    fsutil,
-    operate,
-    slotfile,
-)
+from kvstore import DiskFullError, KVStoreError, ReadOnlyError, SlotFileError, Store, StoreIOError, operate, slotfile
+from kvstore.util import fsutil
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="devices, FIFOs and symbolic links of POSIX")
 COMMAND = [sys.executable, "-m", "kvstore.cli"]

@@ -15,7 +15,8 @@ from click.testing import CliRunner
 from storekit import MIB, dump, file_bytes, noise, state
 
 import kvstore
-from kvstore import Store, blobs, cli, disk
+from kvstore import Store, cli
+from kvstore.storage import blobs, disk
 
 LEVELS = [0, 4096, 65_536, 300_000, 1_000_000, 1_500_000, 3_000_000, 6_000_000]
 

@@ -197,7 +197,7 @@ def test_a_disk_budget_is_kept_on_a_damaged_file(name: str, file: File, open_sto
 def test_the_background_thread_survives_and_says_so(
     open_store: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvstore import upkeep
+    from kvstore.store import maintenance as upkeep
 
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("by a test")

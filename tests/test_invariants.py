@@ -12,8 +12,8 @@ import pytest
 import storekit
 
 from kvstore import Store, operate
-from kvstore.queries import signed
-from kvstore.upgrade import schema_sql
+from kvstore.storage.queries import signed
+from kvstore.storage.schema import schema_sql
 
 PREFIX = list(range(100))
 Ids = dict[str, int]

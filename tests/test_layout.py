@@ -21,7 +21,7 @@ from workkit import calls
 
 from kvstore import layout
 from kvstore.errors import LayoutError
-from kvstore.layout_cells import MAX_TENSORS
+from kvstore.layout.reader import MAX_TENSORS
 
 STATES = Path(__file__).parent / "data" / "states"
 FOLDERS = [STATES, *(Path(f) for f in [os.environ.get("KVSTORE_TEST_STATES")] if f)]

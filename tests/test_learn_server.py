@@ -18,9 +18,9 @@ from test_bkvd_content import missed
 from workkit import wait_for_upkeep
 
 from kvstore import Entry, Store, bkvd, layout, slotfile
-from kvstore.engines.llama_server import LlamaServer
+from kvstore.engines.llama_server.process import LlamaServer
 from kvstore.errors import LayoutError
-from kvstore.hashing import digest
+from kvstore.util.hashing import digest
 
 Opener = Callable[..., Store]
 Starter = Callable[..., LlamaServer]

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import serverkit
 
-from kvstore.engines import llama_server
-from kvstore.engines.llama_server import LlamaServer, LlamaServerError, find_server
+from kvstore.engines.llama_server import process as llama_server
+from kvstore.engines.llama_server.process import LlamaServer, LlamaServerError, find_server
 from kvstore.errors import InvalidInputError
-from kvstore.store import Store
+from kvstore.store.store import Store
 
 MESSAGES = [{"role": "system", "content": "Be brief. </s>"}, {"role": "user", "content": "Hello <s>"}]
 

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.lru import Held, RamCache
+from kvstore.storage.ram_cache import Held, RamCache
 
 
 def held(size: int, parent: int | None = None, version: int = 1, draft: int = 0) -> Held:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.errors import InvalidInputError, MetaBlockError
 from kvstore.meta import MetaBlock, clean_excerpt
-from kvstore.records import CLASSES, SOURCES
+from kvstore.types import CLASSES, SOURCES
 
 U64, I64 = st.integers(0, 2**64 - 1), st.integers(-(2**63), 2**63 - 1)
 ID = st.integers(1, 2**64 - 1)

@@ -21,7 +21,9 @@ from kvstore.migrations import files
 from legacykit import Legacy
 from test_migrations import folder, version
 
-from kvstore import DiskFullError, KVStoreError, Store, db, migrations, upgrade
+from kvstore import DiskFullError, KVStoreError, Store, migrations
+from kvstore.storage import db
+from kvstore.storage import schema as upgrade
 
 Usage = namedtuple("Usage", "total used free")
 

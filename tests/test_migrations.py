@@ -22,19 +22,10 @@ import storekit
 from kvstore.migrations.v2 import step as step_2
 from legacykit import Legacy, delta
 
-from kvstore import (
-    BusyError,
-    MigrationError,
-    NewerStoreError,
-    NotAStoreError,
-    ReadOnlyError,
-    Store,
-    blobs,
-    db,
-    migrations,
-    upgrade,
-)
-from kvstore.policy import cuts_of
+from kvstore import BusyError, MigrationError, NewerStoreError, NotAStoreError, ReadOnlyError, Store, migrations
+from kvstore.storage import blobs, db
+from kvstore.storage import schema as upgrade
+from kvstore.storage.policy import cuts_of
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 

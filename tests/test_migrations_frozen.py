@@ -16,9 +16,10 @@ import pytest
 import storekit
 from kvstore.migrations.v2 import step as step_2
 
-from kvstore import MigrationError, Store, blobs, db, migrations
-from kvstore.db import Database
-from kvstore.policy import cuts_of
+from kvstore import MigrationError, Store, migrations
+from kvstore.storage import blobs, db
+from kvstore.storage.db import Database
+from kvstore.storage.policy import cuts_of
 
 FOLDER = Path(migrations.__file__).parent
 STEPS = sorted(p for p in FOLDER.glob("v*") if p.is_dir())
@@ -27,7 +28,7 @@ STATES = Path(__file__).parent / "data" / "states"
 
 # What a step may import of others: formats that never change, types and errors. Of modules, what it may use of them.
 ALLOWED = {
-    "kvstore.db": {"Connection", "translated"},
+    "kvstore.storage.db": {"Connection", "translated"},
     "kvstore.errors": {"CorruptStoreError", "DeltaError", "LayoutError", "MetaBlockError", "MigrationError"},
     "kvstore.meta": {"MetaBlock"},
     "kvstore.bkvd": {"decode", "parent_id"},

@@ -18,7 +18,9 @@ from storekit import MIB, file_bytes, noise
 from test_durability import readable_by_all, unprivileged  # noqa: F401  the latter is a fixture
 
 import kvstore
-from kvstore import Store, cli, header, operate, upgrade
+from kvstore import Store, cli, operate
+from kvstore.storage import schema as upgrade
+from kvstore.storage import sniff as header
 
 if not hasattr(os, "symlink") or sys.platform == "win32":
     pytest.skip("needs symbolic links", allow_module_level=True)

@@ -17,8 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from storekit import noise, real, recurrent_state, state
 
-from kvstore import NotFoundError, Store, expired_runs, prefix_filter, prefixes, upgrade, upkeep
-from kvstore.queries import signed
+from kvstore import NotFoundError, Store
+from kvstore.storage import expired_runs, prefix_filter
+from kvstore.storage import prefix_index as prefixes
+from kvstore.storage import schema as upgrade
+from kvstore.storage.queries import signed
+from kvstore.store import maintenance as upkeep
 
 # Byte patterns that a wrong order of comparison would trip over: sign bits, 0x00 and 0xff at either end of a token.
 TOKENS = [0, 1, -1, 255, 256, 0x00FF0000, -(1 << 31), (1 << 31) - 1, 0x01000000, -256, 0xFF00, 0x00FFFF00]

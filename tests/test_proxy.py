@@ -25,8 +25,8 @@ import proxykit
 from proxykit import Chat, post, proxied, stats, wait_for, wait_saved
 
 from kvstore import Store
-from kvstore.engines.http_client import HttpClient
-from kvstore.engines.llama_server import LlamaServer
+from kvstore.engines.llama_server.process import LlamaServer
+from kvstore.engines.proxy.http_client import HttpClient
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +309,7 @@ def test_server_that_dies_in_the_middle_of_an_answer(tmp_path: Path) -> None:
 def test_server_without_slot_files_is_served_without_the_cache(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with serverkit.new_server(tmp_path / "slots") as server:
-        from kvstore.engines import proxy
+        from kvstore.engines.proxy import runner as proxy
 
         options = {"slot_dir": tmp_path / "other", "store": tmp_path / "s", "upstream_api_key": server.api_key}
         with proxy.running(upstream=server.url, listen="127.0.0.1:0", **options) as url:
@@ -319,7 +319,7 @@ def test_server_without_slot_files_is_served_without_the_cache(tmp_path: Path) -
 
 
 def test_server_with_a_key_that_the_proxy_lacks(tmp_path: Path) -> None:
-    from kvstore.engines import proxy
+    from kvstore.engines.proxy import runner as proxy
 
     with serverkit.new_server(tmp_path / "slots") as server:
         options = {"slot_dir": server.slot_dir, "store": tmp_path / "s"}
@@ -331,7 +331,7 @@ def test_server_with_a_key_that_the_proxy_lacks(tmp_path: Path) -> None:
 
 
 def test_upstream_that_is_not_there(tmp_path: Path) -> None:
-    from kvstore.engines import proxy
+    from kvstore.engines.proxy import runner as proxy
 
     server = serverkit.new_server(tmp_path / "slots", api_key="")
     server.slot_dir.mkdir()

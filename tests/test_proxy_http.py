@@ -28,9 +28,9 @@ pytest.importorskip("uvicorn")
 import proxykit
 from proxykit import post, stats, wait_for
 
-from kvstore.engines import proxy
-from kvstore.engines.http_client import HttpClient, HttpError, HttpTimeout
-from kvstore.engines.llama_server import LlamaServer
+from kvstore.engines.llama_server.process import LlamaServer
+from kvstore.engines.proxy import runner as proxy
+from kvstore.engines.proxy.http_client import HttpClient, HttpError, HttpTimeout
 
 KEY = "sesame"
 ORIGIN = "http://page.example"

@@ -24,12 +24,14 @@ import proxykit
 from proxykit import Chat, proxied, stats, wait_for, wait_saved
 
 from kvstore import Store, slotfile
-from kvstore.engines import proxy, proxy_cache, proxy_saver
-from kvstore.engines.llama_server import LlamaServer, LlamaServerError
-from kvstore.engines.proxy_fingerprint import Identity, marker_of
-from kvstore.engines.proxy_metrics import Metrics
-from kvstore.engines.proxy_server import Server, Settings
-from kvstore.engines.proxy_upstream import UpstreamError
+from kvstore.engines.llama_server.process import LlamaServer, LlamaServerError
+from kvstore.engines.proxy import cache as proxy_cache
+from kvstore.engines.proxy import runner as proxy
+from kvstore.engines.proxy import saver as proxy_saver
+from kvstore.engines.proxy.fingerprint import Identity, marker_of
+from kvstore.engines.proxy.metrics import Metrics
+from kvstore.engines.proxy.server import Server, Settings
+from kvstore.engines.proxy.upstream import UpstreamError
 
 
 @contextmanager

@@ -18,10 +18,10 @@ pytest.importorskip("uvicorn")
 import proxykit
 
 from kvstore import InvalidInputError, NotAStoreError
-from kvstore.engines import proxy
-from kvstore.engines.proxy_cache import Timings
-from kvstore.engines.proxy_prompt import Tokenizer, continues, parse
-from kvstore.engines.proxy_upstream import end_to_end
+from kvstore.engines.proxy import runner as proxy
+from kvstore.engines.proxy.cache import Timings
+from kvstore.engines.proxy.prompt import Tokenizer, continues, parse
+from kvstore.engines.proxy.upstream import end_to_end
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 

@@ -22,7 +22,7 @@ import proxykit
 from proxykit import Chat, post, stats, wait_for, wait_saved
 
 from kvstore import Store, layout
-from kvstore.engines.llama_server import LlamaServer
+from kvstore.engines.llama_server.process import LlamaServer
 
 TEXT = "A text that is long enough to be kept, and that says nothing of interest to anyone who reads it. " * 2
 ROUNDING = 0.03

@@ -16,8 +16,11 @@ import pytest
 import storekit
 from storekit import MIB, file_bytes, noise, recurrent_state, state
 
-from kvstore import InvalidInputError, OverBudgetError, Store, operate, queries_upkeep, store, upkeep
+from kvstore import InvalidInputError, OverBudgetError, Store, operate
 from kvstore.errors import KVStoreError
+from kvstore.storage import queries_upkeep
+from kvstore.store import maintenance as upkeep
+from kvstore.store import store
 
 Opener = Callable[..., Store]
 ORDERS: dict[str, Callable[[Any], Any]] = {
@@ -96,7 +99,7 @@ def test_lists_have_what_a_look_at_every_entry_finds(
 
 def test_a_list_in_order_reads_no_more_than_it_shows(open_store: Opener, path: Path) -> None:
     """By the plan of the statement: no step sorts, and none reads a whole table."""
-    from kvstore import queries_lists
+    from kvstore.storage import queries_lists
 
     opened = open_store()
     filled(opened)

@@ -12,8 +12,10 @@ import pytest
 import storekit
 from workkit import wait_for
 
-from kvstore import Store, db, upkeep
-from kvstore.upgrade import schema_sql
+from kvstore import Store
+from kvstore.storage import db
+from kvstore.storage.schema import schema_sql
+from kvstore.store import maintenance as upkeep
 
 SHELL = shutil.which("sqlite3")
 INSPECT = (Path(__file__).parent.parent / "tools" / "inspect.sql").read_text(encoding="utf-8")

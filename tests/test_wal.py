@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore import Store, wal
+from kvstore import Store
+from kvstore.storage import wal
 
 MIB = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="fallocate is Linux's")

@@ -17,7 +17,9 @@ import apsw
 import pytest
 from storekit import noise
 
-from kvstore import KVStoreError, Store, blobs, space, writers
+from kvstore import KVStoreError, Store
+from kvstore.storage import blobs, writers
+from kvstore.store import disk_budget as space
 
 if not hasattr(os, "fork"):
     pytest.skip("needs fork", allow_module_level=True)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import kvstore
-from kvstore import queries
+from kvstore.storage import queries
 
 MIB = 1 << 20
 # A virtual machine is slow with memory that it touches for the first time: the page cache of the log, then of the file.

@@ -21,7 +21,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import storekit  # noqa: E402
 
-from kvstore import Store, upgrade  # noqa: E402
+from kvstore import Store  # noqa: E402
+from kvstore.storage import schema as upgrade  # noqa: E402
 
 SYSTEM = list(range(1, 201))
 FAR_AWAY = 70 * 365 * 86400  # seconds

@@ -16,7 +16,7 @@ import apsw
 import numpy as np
 
 from kvstore import Store
-from kvstore.hashing import digest
+from kvstore.util.hashing import digest
 
 PER_TRANSACTION = 20_000
 

@@ -16,8 +16,9 @@ import click
 import numpy as np
 from click.shell_completion import CompletionItem
 
-from .. import Entry, InvalidInputError, KVStoreError, NotFoundError, Store, StoreIOError, fsutil, operate, units
-from ..printable import Formatter, json_text
+from .. import Entry, InvalidInputError, KVStoreError, NotFoundError, Store, StoreIOError, operate
+from ..util import fsutil, units
+from ..util.printable import Formatter, json_text
 from . import screen
 
 F = TypeVar("F", bound=Callable[..., Any])

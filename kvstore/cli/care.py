@@ -6,7 +6,8 @@ import os
 
 import click
 
-from .. import CorruptStoreError, MigrationError, Problem, operate, upgrade
+from .. import CorruptStoreError, MigrationError, Problem, operate
+from ..storage import schema as upgrade
 from . import base, screen
 
 DAMAGED = CorruptStoreError.exit_code

@@ -15,7 +15,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from .. import Entry, LayoutError, Store, layout, operate, slotfile
-from ..records import WHOLE
+from ..types import WHOLE
 from . import base, screen
 
 SORTS = ("used", "created", "size", "stored", "tokens", "hits")

@@ -25,13 +25,13 @@ from .. import (
     SavedState,
     SlotFileError,
     Store,
-    fsutil,
     layout,
     operate,
     slotfile,
 )
 from ..operate import Exported
 from ..slotfile import SlotFile
+from ..util import fsutil
 from . import base, bundle, screen
 
 

@@ -22,7 +22,7 @@ from click.shell_completion import get_completion_class
 from .. import InvalidInputError, KVStoreError, StoreIOError, bkvd
 from .. import Store as _Store
 from ..errors import extra
-from ..hashing import digest
+from ..util.hashing import digest
 from . import base, screen
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")

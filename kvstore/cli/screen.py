@@ -18,7 +18,7 @@ from rich.text import Text
 
 from .. import Entry
 from ..meta import clean_excerpt
-from ..printable import json_text, printable
+from ..util.printable import json_text, printable
 
 MIB = 1 << 20
 GAP = 2  # between columns

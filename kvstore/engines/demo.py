@@ -26,11 +26,11 @@ from rich.text import Text
 
 from .. import slotfile
 from ..errors import KVStoreError
-from ..hashing import digest
-from ..printable import printable
-from ..records import Entry, EntryClass
 from ..store import Store
-from .llama_server import LlamaServer, Message
+from ..types import Entry, EntryClass
+from ..util.hashing import digest
+from ..util.printable import printable
+from .llama_server.process import LlamaServer, Message
 
 SLOT = 0
 ANSWER_TOKENS = 32

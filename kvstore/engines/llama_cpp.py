@@ -26,8 +26,8 @@ from llama_cpp.llama_cache import BaseLlamaCache
 from kvstore import Entry, InvalidInputError, KVStoreError, LayoutError, Match, SavedState, Store, layout
 
 from . import probe
-from ._llama_cpp_facts import fingerprint_of
-from ._llama_cpp_probe import LlamaCppError, compute, sequence_state, set_sequence_state
+from .llama_cpp_fingerprint import fingerprint_of
+from .llama_cpp_probe import LlamaCppError, compute, sequence_state, set_sequence_state
 
 __all__ = ["KVStoreCache", "LlamaCppError", "fingerprint_of", "open_store", "restore", "save"]
 

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import bkvd
-from kvstore.db import Connection, translated
 from kvstore.errors import CorruptStoreError, DeltaError, MetaBlockError
 from kvstore.meta import MetaBlock
+from kvstore.storage.db import Connection, translated
 
 from ..base import Record
 

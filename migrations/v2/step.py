@@ -17,8 +17,8 @@ from typing import Any
 import xxhash
 
 from kvstore import layout
-from kvstore.db import Connection
 from kvstore.errors import LayoutError
+from kvstore.storage.db import Connection
 
 from ..base import Outcome, Progress, Record, Step
 from . import reader_v1

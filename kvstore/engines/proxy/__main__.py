@@ -1,0 +1,5 @@
+"""`python -m kvstore.engines.proxy`."""
+
+from .runner import main
+
+main()

@@ -1,0 +1,107 @@
+"""The slot files that the proxy and llama-server hand to each other: complete, for their owner alone, and never left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ... import slotfile
+from ...errors import SlotFileError
+from ...util import fsutil
+
+# Process id, which use of it, and at random.
+_NAME = re.compile(r"\.?kvstore-(\d+)-([0-9a-f]{8})[0-9a-f]{8}\.(?:bin|tmp)")
+_LIVE: set[str] = set()  # those of this process; in a container a killed proxy had the same process id
+# A process id is used again one day; no file is in use for so long.
+OLD_SECONDS = 3600.0
+CLOSE_SECONDS = 10.0
+T = TypeVar("T")
+
+
+def _alive(pid: int) -> bool:
+    if os.name == "nt":  # os.kill would end it there
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+class SlotFiles:
+    """Temporary files in the directory of llama-server's --slot-save-path."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._use = secrets.token_hex(4)
+        _LIVE.add(self._use)
+
+    def task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A use of files that goes on if nobody waits for it any more; `close` waits."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, also where nobody waits
+
+    async def close(self) -> None:
+        """Waits for the uses under way, and leaves no file behind."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+        _LIVE.discard(self._use)
+        self.remove_stale()
+
+    def remove_stale(self) -> list[str]:
+        """Removes the files of proxies that were killed; their names."""
+        gone = []
+        for path in self.folder.iterdir():
+            found = _NAME.fullmatch(path.name)
+            if found is None:
+                continue
+            with suppress(OSError):
+                pid, use = int(found[1]), found[2]
+                live = use in _LIVE if pid == os.getpid() else _alive(pid)
+                if not live or time.time() - path.stat().st_mtime > OLD_SECONDS:
+                    path.unlink()
+                    gone.append(path.name)
+        return gone
+
+    def _new_name(self) -> str:
+        return f"kvstore-{os.getpid()}-{self._use}{secrets.token_hex(4)}"
+
+    def for_save(self) -> Path:
+        """An empty file that the server may write into: so it gets our mode, not what the server's umask gives."""
+        path = self.folder / f"{self._new_name()}.bin"
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        return path
+
+    def read(self, path: Path, n_written: int) -> slotfile.SlotFile:
+        """A file that the server says to have written with so many bytes. Raises SlotFileError."""
+        size = path.stat().st_size
+        if size != n_written:
+            raise SlotFileError(f"{path} has {size} bytes, the server wrote {n_written}")
+        return slotfile.read(path)
+
+    def write(self, file: slotfile.SlotFile) -> Path:
+        """The file for a restore. Unlike slotfile.write it is not synced: it does not outlive a power cut, nor need to."""
+        name = self._new_name()
+        temporary, path = self.folder / f".{name}.tmp", self.folder / f"{name}.bin"
+        head = slotfile.head_bytes(file.kind, file.version, file.tokens, file.packed, file.media, file.padding)
+        with fsutil.atomic_write(path, sync=False, temporary=os.fspath(temporary)) as out:
+            out.write(head)
+            out.write(file.state.data)
+        return path

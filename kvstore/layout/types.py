@@ -1,0 +1,251 @@
+"""What `layout.parse` finds: frozen records. All offsets count bytes from the start of the blob that was parsed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from ..types import Stream
+
+Envelope: TypeAlias = Literal["slot file", "session file", "sequence, with header", "sequence", "context"]
+Range: TypeAlias = tuple[int, int]  # start, stop
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPart:
+    """One attention cache.
+
+    `n_stream` is None in states older than the stream count; `cells` counts each stream's cells; `k_row` lists the
+    distinct bytes of a K row; `rotation` is None where the words are absent; `v_layers` is 0 where V is not stored;
+    `n_seq` is the number of sequence ids of every cell, None where it differs from cell to cell.
+    """
+
+    start: int
+    stop: int
+    n_stream: int | None
+    cells: tuple[int, ...]
+    cell_ext: int
+    k_row: tuple[int, ...]
+    n_layer: int
+    rotation: tuple[int, int] | None
+    v_layers: int
+    v_transposed: bool
+    n_seq: int | None
+    streams: tuple[Stream, ...]
+    kind: Literal["attention"] = "attention"
+
+    @property
+    def n_cells(self) -> int:
+        return sum(self.cells)
+
+    @property
+    def max_pos(self) -> int:
+        """The highest position, -1 without cells."""
+        return max((int(s.pos.max()) for s in self.streams if s.n_cells), default=-1)
+
+    @cached_property
+    def data_stream(self) -> Stream | None:
+        """The only stream that has cells, or None where none or several have."""
+        filled = [s for s in self.streams if s.n_cells]
+        return filled[0] if len(filled) == 1 else None
+
+    @property
+    def end_is_sure(self) -> bool:
+        """Whether another tensor confirms the size of the last one, which is where the cache ends."""
+        sections = next((s.sections for s in self.streams if s.n_cells), ())
+        if not sections:
+            return True
+        *others, last = sections
+        return any(s.rows * s.width == last.rows * last.width for s in others if s.is_v == last.is_v or self.n_layer == 1)
+
+    def holds_all(self, n: int) -> bool:
+        """Whether the positions below `n` are there, each once, in one stream."""
+        stream = self.data_stream
+        if stream is None or self.n_seq is None or n <= 0:
+            return False
+        below = stream.pos[stream.pos < n]
+        if below.shape[0] != n:
+            return False
+        seen = np.zeros(n, np.bool_)
+        seen[below] = True
+        return bool(seen.all())
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "from": self.start,
+            "to": self.stop,
+            "n_stream": self.n_stream,
+            "cells": list(self.cells),
+            "cell_ext": self.cell_ext,
+            "k_row": list(self.k_row),
+            "n_layer": self.n_layer,
+            "rotation": None if self.rotation is None else list(self.rotation),
+            "v_layers": self.v_layers,
+            "v_transposed": self.v_transposed,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentPart:
+    """The state of the recurrent layers: one cell a sequence. `n_layer` counts all layers of the model.
+
+    `rows` are the bytes of an R and of an S row (S may be 0), `n_tensors` how many of each there are. `extra_row` is
+    the index of the R tensor that one more row follows, and the bytes of that row; None where there is none.
+    """
+
+    start: int
+    stop: int
+    cells: tuple[int, ...]
+    pos: tuple[int, ...]
+    n_layer: int
+    n_tensors: int
+    rows: tuple[int, int]
+    extra_row: tuple[int, int] | None = None
+    kind: Literal["recurrent"] = "recurrent"
+
+    @property
+    def max_pos(self) -> int:
+        return max(self.pos, default=-1)
+
+    @property
+    def end_is_sure(self) -> bool:
+        """Whether another tensor confirms the size of the last one, which is where the part ends."""
+        return self.n_tensors > 1
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "from": self.start,
+            "to": self.stop,
+            "cells": list(self.cells),
+            "n_layer": self.n_layer,
+        }
+
+
+Part: TypeAlias = AttentionPart | RecurrentPart
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint of a slot file: what the window and recurrent parts were after `n_tokens` tokens.
+
+    `start` and `stop` bound the whole record, `target`, `draft` and `speculative` the blobs (empty ranges where there
+    is none); a target blob is an in-memory state with its header.
+    """
+
+    start: int
+    stop: int
+    n_tokens: int
+    pos_min: int
+    pos_max: int
+    target: Range
+    draft: Range
+    speculative: Range
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where everything is in a state.
+
+    `size` is that of the blob; `state_at` and `state_size` bound the state proper, without its checkpoints and with
+    `tail`, the range of bytes that follow a parsed cache without being understood. `n_tokens` and `tokens_packed` are
+    None where the envelope lists no tokens.
+    """
+
+    envelope: Envelope
+    file_version: int | None
+    n_tokens: int | None
+    tokens_packed: bool | None
+    size: int
+    state_at: int
+    state_size: int
+    parts: tuple[Part, ...]
+    checkpoints: tuple[Checkpoint, ...] | None
+    tail: Range | None
+
+    @cached_property
+    def attention(self) -> tuple[AttentionPart, ...]:
+        """The attention caches, in order."""
+        return tuple(p for p in self.parts if isinstance(p, AttentionPart))
+
+    @cached_property
+    def streams(self) -> tuple[Stream, ...]:
+        """The streams of all attention caches, in order."""
+        return tuple(s for p in self.attention for s in p.streams)
+
+    @cached_property
+    def stream_counts(self) -> tuple[int, ...]:
+        """The number of streams of each attention cache."""
+        return tuple(len(p.streams) for p in self.attention)
+
+    @property
+    def n_cells(self) -> int:
+        """Cells of all attention caches together."""
+        return sum(p.n_cells for p in self.attention)
+
+    @cached_property
+    def n_positions(self) -> int:
+        """How many tokens the state stands for: those listed, or else the cells of its fullest cache, or the last
+        position + 1 where a window or a recurrent state holds fewer cells than that."""
+        if self.n_tokens is not None:
+            return self.n_tokens
+        cells = max((p.n_cells for p in self.attention), default=0)
+        return max(cells, *(p.max_pos + 1 for p in self.parts))
+
+    @cached_property
+    def can_crop(self) -> bool:
+        """Whether `crop` can cut the state at any position: one sequence, attention alone, every position in every
+        cache."""
+        if self.envelope in ("context", "session file") or self.tail is not None:
+            return False
+        if len(self.attention) != len(self.parts):
+            return False
+        n = self.attention[0].n_cells
+        return all(p.n_cells == n and p.holds_all(n) for p in self.attention)
+
+    @property
+    def crop_points(self) -> tuple[int, ...]:
+        """The token counts of the checkpoints, ascending; where `can_crop`, any other count will do as well."""
+        return tuple(sorted({c.n_tokens for c in self._usable()}))
+
+    def crop_limit(self, n: int) -> int:
+        """The largest m <= `n` such that the state can serve the first m tokens; 0 where there is none."""
+        whole = self.n_positions
+        if n >= whole:
+            return whole
+        if self.can_crop:
+            return max(0, min(n, self.attention[0].n_cells))
+        return max((p for p in self.crop_points if p <= n), default=0)
+
+    def can_serve(self, n: int) -> bool:
+        """Whether `crop` to `n` tokens works."""
+        return n > 0 and self.crop_limit(n) == n
+
+    def _usable(self) -> Iterator[Checkpoint]:
+        for c in self.checkpoints or ():
+            if 0 < c.n_tokens < self.n_positions and c.target[1] > c.target[0]:
+                yield c
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready; keys that do not apply to the envelope are left out."""
+        out: dict[str, Any] = {
+            "envelope": self.envelope,
+            "file_version": self.file_version,
+            "size": self.size,
+            "state_at": self.state_at,
+            "state_size": self.state_size,
+            "parts": [p.as_dict() for p in self.parts],
+            "checkpoints": None if self.checkpoints is None else [c.n_tokens for c in self.checkpoints],
+            "can_crop": self.can_crop,
+        }
+        if self.tokens_packed is not None:
+            out["n_tokens"] = self.n_tokens
+            out["tokens_packed"] = self.tokens_packed
+        if self.tail is not None:
+            out["tail"] = list(self.tail)
+        return out

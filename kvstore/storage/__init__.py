@@ -1,0 +1,1 @@
+"""Bytes and rows: the file of a store, without policy."""

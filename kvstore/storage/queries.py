@@ -1,0 +1,611 @@
+"""Every SQL statement, as a typed function of a connection. Ids are unsigned outside and signed inside the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import CorruptStoreError, StoreIOError
+from ..types import CLASSES, SOURCES, Bytes, Entry, Tokens, hex_id
+from . import queries_prefixes
+from .db import Connection, read_failed, zeroblob
+
+_U64 = 1 << 64
+_I63 = 1 << 63
+
+
+def signed(id: int) -> int:
+    return id - _U64 if id >= _I63 else id
+
+
+def unsigned(id: int) -> int:
+    return id + _U64 if id < 0 else id
+
+
+PARTS = ("main", "draft")
+KINDS = ("full", "bkvd")
+
+
+@dataclass(frozen=True, slots=True)
+class BlobRow:
+    """One state of an entry as it lies in the file; `kind` is 'full' or 'bkvd', `stored` the bytes in chunks."""
+
+    id: int
+    part: str
+    kind: str
+    size: int
+    stored: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    entries: int
+    size: int
+    stored: int
+
+
+# -- fingerprints
+
+
+def fingerprint_id(c: Connection, text: str) -> int | None:
+    row = c.execute("SELECT id FROM fingerprints WHERE text = ?", (text,)).fetchone()
+    return None if row is None else int(row[0])
+
+
+def add_fingerprint(c: Connection, text: str) -> int:
+    c.execute("INSERT INTO fingerprints(text) VALUES(?) ON CONFLICT DO NOTHING", (text,))
+    found = fingerprint_id(c, text)
+    assert found is not None
+    return found
+
+
+# -- entries and meta
+
+ENTRY = """e.id, e.n_tokens, m.n_images, m.class, m.source, m.created_at, m.last_used, m.expires_at, m.ttl, m.hits,
+ m.family, m.n_input, CAST(m.excerpt AS BLOB), m.parent, m.size, m.stored"""
+_FROM = "FROM entries e JOIN meta m ON m.entry = e.id"
+
+
+# Unix seconds that a row may hold: a date with more than four digits in its year means damage, or a clock that was wrong.
+_LAST_SECOND = 253402300799
+
+
+def _integer(id: int, name: str, value: Any, low: int, high: int = _I63 - 1) -> int:
+    if not isinstance(value, int) or not low <= value <= high:
+        raise _damaged_row(id, f"{name} is {_shown(value)}")
+    return value
+
+
+def _seconds(id: int, name: str, value: Any) -> int:
+    return max(0, min(_integer(id, name, value, -_I63), _LAST_SECOND))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _damaged_row(id: int, what: str) -> CorruptStoreError:
+    return CorruptStoreError(f"entry {hex_id(id)} has a damaged row: {what}", entry=hex_id(id))
+
+
+def entry_of(row: Sequence[Any]) -> Entry:
+    """An entry from a row that anything may have written. Raises CorruptStoreError."""
+    if not isinstance(row[0], int):
+        raise CorruptStoreError(f"the id of an entry is {_shown(row[0])}")
+    id = unsigned(row[0])
+    if row[3] not in CLASSES:
+        raise _damaged_row(id, f"its class is {_shown(row[3])}")
+    if row[4] not in SOURCES:
+        raise _damaged_row(id, f"its source is {_shown(row[4])}")
+    if not isinstance(row[12], bytes):
+        raise _damaged_row(id, f"its excerpt is {_shown(row[12])}")
+    return Entry(
+        id=id,
+        n_tokens=_integer(id, "n_tokens", row[1], 0),
+        n_images=_integer(id, "n_images", row[2], 0),
+        entry_class=row[3],
+        source=row[4],
+        created_at=_seconds(id, "created_at", row[5]),
+        last_used=_seconds(id, "last_used", row[6]),
+        expires_at=None if row[7] is None else _seconds(id, "expires_at", row[7]),
+        ttl=None if row[8] is None else min(_integer(id, "ttl", row[8], 1), _LAST_SECOND),
+        hits=unsigned(_integer(id, "hits", row[9], -_I63)),
+        family=unsigned(_integer(id, "family", row[10], -_I63)),
+        n_input=_integer(id, "n_input", row[11], -_I63),
+        excerpt=row[12].decode("utf-8", "replace"),
+        parent=None if row[13] is None else unsigned(_integer(id, "parent", row[13], -_I63)),
+        size=_integer(id, "size", row[14], 1),
+        stored=_integer(id, "stored", row[15], 1),
+    )
+
+
+def unreadable(id: int) -> Entry:
+    """What stands for an entry whose row is damaged, where it is dropped."""
+    return Entry(
+        id=id, n_tokens=0, n_images=0, entry_class="normal", source="default", created_at=0, last_used=0, expires_at=None,
+        ttl=None, hits=0, family=0, n_input=0, excerpt="", parent=None, size=0, stored=0,
+    )  # fmt: skip
+
+
+def entry(c: Connection, id: int, fingerprint: int | None) -> Entry | None:
+    """The entry of this id; with a fingerprint, only if it is the entry's."""
+    sql = f"SELECT {ENTRY} {_FROM} WHERE e.id = ? AND (?2 IS NULL OR e.fingerprint = ?2)"
+    row = c.execute(sql, (signed(id), fingerprint)).fetchone()
+    return None if row is None else entry_of(row)
+
+
+def meta_alone(c: Connection, id: int) -> Entry | None:
+    """An entry by its row in meta, which may be all that is left of it; its n_tokens is 0."""
+    columns = ENTRY.replace("e.id", "m.entry").replace("e.n_tokens", "0")
+    row = c.execute(f"SELECT {columns} FROM meta m WHERE m.entry = ?", (signed(id),)).fetchone()
+    return None if row is None else entry_of(row)
+
+
+def readable(rows: Iterable[Sequence[Any]]) -> Iterator[Entry]:
+    """The entries of rows, without those that are damaged: `verify` names them, and their next get drops them."""
+    for row in rows:
+        with suppress(CorruptStoreError):
+            yield entry_of(row)
+
+
+def fingerprint_of(c: Connection, id: int) -> str | None:
+    sql = "SELECT f.text FROM entries e JOIN fingerprints f ON f.id = e.fingerprint WHERE e.id = ?"
+    row = c.execute(sql, (signed(id),)).fetchone()
+    return None if row is None else str(row[0])
+
+
+def tokens(c: Connection, id: int) -> Tokens | None:
+    row = c.execute("SELECT tokens FROM entries WHERE id = ?", (signed(id),)).fetchone()
+    if row is None:
+        return None
+    if not isinstance(row[0], bytes) or len(row[0]) % 4:
+        raise _damaged_row(id, f"its tokens are {_shown(row[0])}")
+    return np.frombuffer(row[0], dtype="<i4").astype(np.int32)
+
+
+def head(c: Connection, id: int) -> bytes | None:
+    """The header of the file that an entry came in, its tokens cut out; None where it came in no file."""
+    row = c.execute("SELECT head FROM entries WHERE id = ?", (signed(id),)).fetchone()
+    if row is not None and not isinstance(row[0], bytes | None):
+        raise _damaged_row(id, f"its head is {_shown(row[0])}")
+    return None if row is None else row[0]
+
+
+def set_head(c: Connection, id: int, head: bytes | None) -> None:
+    c.execute("UPDATE entries SET head = ? WHERE id = ?", (head, signed(id)))
+
+
+def insert_entry(
+    c: Connection, e: Entry, fingerprint: int, token_bytes: bytes, cut_any: bool, head: bytes | None = None
+) -> None:
+    c.execute(
+        "INSERT INTO entries(id, fingerprint, cut_any, n_tokens, tokens, head) VALUES(?,?,?,?,?,?)",
+        (signed(e.id), fingerprint, int(cut_any), e.n_tokens, token_bytes, head),
+    )
+    c.execute(
+        """INSERT INTO meta(entry, class, source, created_at, last_used, expires_at, ttl, hits, family, n_input, n_images,
+ size, stored, parent, excerpt, use_order) VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)""",
+        (
+            signed(e.id), e.entry_class, e.source, e.created_at, e.last_used, e.expires_at, e.ttl, signed(e.hits),
+            signed(e.family), e.n_input, e.n_images, e.size, e.stored,
+            None if e.parent is None else signed(e.parent), e.excerpt, next_use(c),
+        ),
+    )  # fmt: skip
+    if not cut_any:
+        queries_prefixes.set_hashes(c, signed(e.id), token_bytes)
+
+
+# A place in the order of use beyond this is damage: a store that counts a million uses a second gets here in 146,000 years.
+_LAST_USE = 1 << 62
+
+
+def next_use(c: Connection) -> int:
+    """The next place in the order of use."""
+    sql = f"SELECT max(use_order) FROM meta WHERE class = ? AND use_order < {_LAST_USE}"
+    return 1 + max(c.execute(sql, (name,)).get or 0 for name in CLASSES)
+
+
+def update_meta(c: Connection, e: Entry) -> None:
+    """Writes every field of meta anew."""
+    c.execute(
+        """UPDATE meta SET class=?, source=?, created_at=?, last_used=?, expires_at=?, ttl=?, hits=?, family=?, n_input=?,
+ n_images=?, size=?, stored=?, parent=?, excerpt=? WHERE entry=?""",
+        (
+            e.entry_class, e.source, e.created_at, e.last_used, e.expires_at, e.ttl, signed(e.hits), signed(e.family),
+            e.n_input, e.n_images, e.size, e.stored, None if e.parent is None else signed(e.parent), e.excerpt, signed(e.id),
+        ),
+    )  # fmt: skip
+
+
+def set_class(c: Connection, id: int, entry_class: str, source: str) -> None:
+    c.execute("UPDATE meta SET class = ?, source = ? WHERE entry = ?", (entry_class, source, signed(id)))
+
+
+def set_expiry(c: Connection, id: int, ttl: int | None, expires_at: int | None) -> None:
+    c.execute("UPDATE meta SET ttl = ?, expires_at = ? WHERE entry = ?", (ttl, expires_at, signed(id)))
+
+
+def set_stored(c: Connection, id: int, stored: int, parent: int | None) -> None:
+    c.execute(
+        "UPDATE meta SET stored = ?, parent = ? WHERE entry = ?",
+        (stored, None if parent is None else signed(parent), signed(id)),
+    )
+
+
+def family_flags(c: Connection, id: int) -> tuple[bool, bool]:
+    """Whether an entry was counted in its family as saved, and as reused."""
+    row = c.execute("SELECT saved, reused FROM meta WHERE entry = ?", (signed(id),)).fetchone()
+    return (False, False) if row is None else (bool(row[0]), bool(row[1]))
+
+
+def set_family_flags(c: Connection, id: int, saved: bool, reused: bool) -> None:
+    c.execute("UPDATE meta SET saved=?, reused=? WHERE entry=?", (int(saved), int(reused), signed(id)))
+
+
+def insert_cuts(c: Connection, id: int, fingerprint: int, token_bytes: bytes, counts: Sequence[int]) -> None:
+    """Registers the token counts at which an entry that cannot be cut anywhere can be cut."""
+    c.executemany(
+        "INSERT INTO cuts(entry, fingerprint, n_tokens, tokens) VALUES(?,?,?,?)",
+        [(signed(id), fingerprint, n, token_bytes[: 4 * n]) for n in counts],
+    )
+    if counts:
+        queries_prefixes.set_hashes(c, signed(id), token_bytes)
+
+
+def cut_counts(c: Connection, id: int) -> list[int]:
+    return [r[0] for r in c.execute("SELECT n_tokens FROM cuts WHERE entry = ? ORDER BY n_tokens", (signed(id),))]
+
+
+def cut_any(c: Connection, id: int) -> bool:
+    row = c.execute("SELECT cut_any FROM entries WHERE id = ?", (signed(id),)).fetchone()
+    return row is not None and bool(row[0])
+
+
+def delete_entry(c: Connection, id: int) -> None:
+    """Deletes an entry; its meta, blobs and chunks, and the entries stored against it, go with it (ON DELETE CASCADE)."""
+    c.execute("DELETE FROM entries WHERE id = ?", (signed(id),))
+
+
+def children(c: Connection, id: int) -> list[int]:
+    return [unsigned(r[0]) for r in c.execute("SELECT entry FROM meta WHERE parent = ?", (signed(id),))]
+
+
+def has_children(c: Connection, id: int) -> bool:
+    return c.execute("SELECT 1 FROM meta WHERE parent = ? LIMIT 1", (signed(id),)).fetchone() is not None
+
+
+def touch(c: Connection, id: int, hits: int, used: int) -> None:
+    """Counts uses of an entry; its parent counts as used with it, and stands behind it in the order of eviction."""
+    c.execute(
+        # At 2^63 - 1 the count stays: one more would be no integer to SQLite.
+        """UPDATE meta SET hits = CASE WHEN hits > 9223372036854775807 - ?1 THEN hits ELSE hits + ?1 END,
+ last_used = max(last_used, ?2), use_order = ?3 WHERE entry = ?4""",
+        (hits, used, next_use(c), signed(id)),
+    )
+    c.execute(
+        "UPDATE meta SET last_used = max(last_used, ?), use_order = ? WHERE entry = (SELECT parent FROM meta WHERE entry = ?)",
+        (used, next_use(c), signed(id)),
+    )
+
+
+# -- the order of token sequences
+
+
+def _token_rows(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[int, bytes, int | None]]:
+    """(id, tokens, expires_at) of the rows that are sound."""
+    for id, tokens, expires_at in rows:
+        if isinstance(id, int) and isinstance(tokens, bytes) and isinstance(expires_at, int | None):
+            yield unsigned(id), tokens, expires_at
+
+
+def at_or_before(c: Connection, fingerprint: int, cut: bool, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
+    """(id, tokens, expires_at) of the entries that sort at or before `key`, nearest first."""
+    sql = """SELECT e.id, e.tokens, m.expires_at FROM entries e JOIN meta m ON m.entry = e.id
+ WHERE e.fingerprint = ? AND e.cut_any = ? AND e.tokens <= ? ORDER BY e.tokens DESC"""
+    yield from _token_rows(c.execute(sql, (fingerprint, int(cut), key)))
+
+
+def after(c: Connection, fingerprint: int, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
+    """(id, tokens, expires_at) of the entries that can be cut anywhere and sort after `key`, nearest first."""
+    sql = """SELECT e.id, e.tokens, m.expires_at FROM entries e JOIN meta m ON m.entry = e.id
+  WHERE e.fingerprint = ? AND e.cut_any = 1 AND e.tokens > ? ORDER BY e.tokens"""
+    yield from _token_rows(c.execute(sql, (fingerprint, key)))
+
+
+def newest_blob(c: Connection) -> int:
+    """The last id that a blob was given."""
+    return int(c.execute("SELECT seq FROM sqlite_sequence WHERE name = 'blobs'").get or 0)
+
+
+def expiries_put_off(c: Connection) -> int:
+    """How often an entry's expiry became a later one, or an entry one that can be cut (a trigger counts)."""
+    return int(c.execute("SELECT value FROM counters WHERE name = 'put_off'").get or 0)
+
+
+def entries_of_blobs_after(
+    c: Connection, blob: int, fingerprint: int, limit: int
+) -> list[tuple[int, bytes, int | None]]:
+    """(id, tokens, expires_at) of up to `limit` entries with a newer blob that can be cut anywhere."""
+    sql = """SELECT e.id, e.tokens, m.expires_at FROM blobs b CROSS JOIN entries e ON e.id = b.entry
+ JOIN meta m ON m.entry = e.id WHERE b.id > ? AND e.fingerprint = ? AND e.cut_any = 1 LIMIT ?"""
+    return list(_token_rows(c.execute(sql, (blob, fingerprint, limit))))
+
+
+def live_at_or_before(c: Connection, fingerprint: int, key: bytes, now: int) -> tuple[int, bytes] | None:
+    """(id, tokens) of the live entry that can be cut anywhere and sorts nearest to `key`, at or before it."""
+    return _nearest(c, "e.tokens <= ?3", "e.tokens DESC", fingerprint, key, now)
+
+
+def live_after(c: Connection, fingerprint: int, key: bytes, now: int) -> tuple[int, bytes] | None:
+    """(id, tokens) of the live entry that can be cut anywhere and sorts nearest to `key`, after it."""
+    return _nearest(c, "e.tokens > ?3", "e.tokens", fingerprint, key, now)
+
+
+def _nearest(
+    c: Connection, side: str, order: str, fingerprint: int, key: bytes, now: int
+) -> tuple[int, bytes] | None:
+    sql = f"""SELECT e.id, e.tokens FROM entries e CROSS JOIN meta m ON m.entry = e.id
+ WHERE e.fingerprint = ?1 AND e.cut_any = 1 AND {side} AND (m.expires_at IS NULL OR m.expires_at > ?2)
+ ORDER BY {order} LIMIT 1"""
+    row = c.execute(sql, (fingerprint, now, key)).fetchone()
+    return None if row is None else (unsigned(row[0]), row[1])
+
+
+def cut_at_or_before(c: Connection, fingerprint: int, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
+    """(entry, first tokens, expires_at) of the cuts that sort at or before `key`, nearest first."""
+    sql = """SELECT k.entry, k.tokens, m.expires_at FROM cuts k JOIN meta m ON m.entry = k.entry
+ WHERE k.fingerprint = ? AND k.tokens <= ? ORDER BY k.tokens DESC"""
+    yield from _token_rows(c.execute(sql, (fingerprint, key)))
+
+
+def whole_by_end(c: Connection, fingerprint: int, key: bytes) -> list[int]:
+    """The signed ids of the entries that can be cut anywhere and whose tokens are a prefix of `key`, longest first.
+
+    One seek for each token of the key (1 us), in an index of token counts and last tokens.
+    """
+    sql = """WITH RECURSIVE counts(n) AS (SELECT ?3 UNION ALL SELECT n - 1 FROM counts WHERE n > 1)
+ SELECT e.id FROM counts CROSS JOIN entries e WHERE e.fingerprint = ?1 AND e.cut_any = 1 AND e.n_tokens = counts.n
+ AND substr(e.tokens, -64) = substr(?2, max(1, 4 * counts.n - 63), min(64, 4 * counts.n))
+ AND e.tokens = substr(?2, 1, 4 * counts.n)"""
+    return [r[0] for r in c.execute(sql, (fingerprint, key, len(key) // 4))]
+
+
+def has_class(c: Connection, entry_class: str) -> bool:
+    return c.execute("SELECT 1 FROM meta WHERE class = ? LIMIT 1", (entry_class,)).fetchone() is not None
+
+
+def same_tokens(c: Connection, fingerprint: int, key: bytes) -> list[int]:
+    sql = "SELECT id FROM entries WHERE fingerprint = ? AND cut_any IN (0, 1) AND tokens = ?"
+    return [unsigned(r[0]) for r in c.execute(sql, (fingerprint, key))]
+
+
+def continuing(c: Connection, fingerprint: int, key: bytes) -> list[int]:
+    """The entries whose tokens begin with `key`, itself with them."""
+    end = _after_prefix(key)
+    sql = """SELECT id FROM entries WHERE fingerprint = ? AND cut_any = ? AND tokens >= ?
+ AND (? IS NULL OR tokens < ?)"""
+    return [
+        unsigned(r[0]) for cut in (1, 0) for r in c.execute(sql, (fingerprint, cut, key, end, end))
+    ]
+
+
+def _after_prefix(key: bytes) -> bytes | None:
+    """The least bytes that sort after everything that begins with `key`; None where nothing does."""
+    stripped = key.rstrip(b"\xff")
+    return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else None
+
+
+def family_tokens(c: Connection, fingerprint: int, family: int, now: int, limit: int) -> list[tuple[int, bytes, int, int]]:
+    """(id, tokens, size, tokens of its parent or 0) of the live entries of a family that are not learned.
+
+    The most recently used first, up to `limit` of the last 4 * `limit`; only those that can be cut anywhere.
+    """
+    sql = """SELECT e.id, e.tokens, m.size, coalesce(p.n_tokens, 0)
+ FROM (SELECT entry FROM meta WHERE family = ?1 ORDER BY use_order DESC LIMIT 4 * ?4) f
+ CROSS JOIN meta m ON m.entry = f.entry JOIN entries e ON e.id = m.entry LEFT JOIN entries p ON p.id = m.parent
+ WHERE e.fingerprint = ?2 AND m.class <> 'learned' AND (m.expires_at IS NULL OR m.expires_at > ?3) AND e.cut_any
+ ORDER BY m.use_order DESC LIMIT ?4"""
+    rows = c.execute(sql, (signed(family), fingerprint, now, limit))
+    return [(unsigned(r[0]), r[1], r[2], r[3]) for r in rows if isinstance(r[1], bytes) and r[1] and not len(r[1]) % 4]
+
+
+# -- blobs and chunks
+
+
+def blobs(c: Connection, id: int) -> list[BlobRow]:
+    """The states of an entry; none where the entry is gone and its blobs were left behind."""
+    sql = """SELECT id, part, kind, size, stored, digest FROM blobs WHERE entry = ?1
+ AND EXISTS (SELECT 1 FROM entries e JOIN meta m ON m.entry = e.id WHERE e.id = ?1) ORDER BY part DESC"""
+    return [_blob_row(id, row) for row in c.execute(sql, (signed(id),))]
+
+
+def _blob_row(id: int, row: Sequence[Any]) -> BlobRow:
+    """A row of blobs that anything may have written. Raises CorruptStoreError."""
+    if row[1] not in PARTS or row[2] not in KINDS:
+        raise _damaged_row(id, f"it has a {_shown(row[1])} state of the kind {_shown(row[2])}")
+    if not isinstance(row[5], bytes) or len(row[5]) != 16:
+        raise _damaged_row(id, f"the digest of its {row[1]} state is {_shown(row[5])}")
+    size, stored = (_integer(id, f"{name} of its {row[1]} state", n, 1) for name, n in (("size", row[3]), ("stored", row[4])))
+    return BlobRow(_integer(id, "a blob's id", row[0], -_I63), row[1], row[2], size, stored, row[5])
+
+
+def stage_blob(c: Connection, part: str, kind: str, size: int, stored: int, writer: str) -> int:
+    """A blob that belongs to no entry yet; gives its id."""
+    c.execute(
+        "INSERT INTO blobs(part, kind, size, stored, writer) VALUES(?,?,?,?,?)", (part, kind, size, stored, writer)
+    )
+    return c.last_insert_rowid()
+
+
+def finish_blob(c: Connection, blob: int, id: int, digest: bytes) -> bool:
+    """Hands a staged blob to its entry; False where the blob is gone."""
+    c.execute("UPDATE blobs SET entry = ?, digest = ?, writer = NULL WHERE id = ?", (signed(id), digest, blob))
+    return c.changes() == 1
+
+
+# Above this a chunk is inserted as zeros, then written in place: SQLite copies a bound value twice before it reaches a page,
+# into memory that malloc may take from the system, page fault by page fault, each time: 0.23 or 0.55 s for 256 MiB, so 0.19.
+IN_PLACE_BYTES = 65536
+
+
+def insert_chunk(c: Connection, blob: int, seq: int, data: Bytes | bytes) -> None:
+    sql = "INSERT INTO chunks(blob, seq, data) VALUES(?,?,?)"
+    if len(data) <= IN_PLACE_BYTES:
+        c.execute(sql, (blob, seq, data))
+        return
+    c.execute(sql, (blob, seq, zeroblob(len(data))))
+    with c.blob_open("main", "chunks", "data", c.last_insert_rowid(), True) as handle:
+        handle.write(data)
+
+
+def chunk_sizes(c: Connection, blob: int) -> list[tuple[int, int, int]]:
+    """(rowid, seq, bytes) of a blob's chunks, in order."""
+    sql = "SELECT id, seq, length(data) FROM chunks WHERE blob = ? ORDER BY seq"
+    rows = [(r[0], r[1], r[2]) for r in c.execute(sql, (blob,))]
+    if not all(isinstance(n, int) for row in rows for n in row):
+        raise CorruptStoreError(f"blob {blob} has damaged chunks")
+    return rows
+
+
+def chunk_total(c: Connection, blob: int) -> tuple[int, int]:
+    """Number and bytes of a blob's chunks."""
+    row = c.execute("SELECT count(*), coalesce(sum(length(data)), 0) FROM chunks WHERE blob = ?", (blob,)).fetchone()
+    return (0, 0) if row is None else (row[0], row[1])
+
+
+def delete_blob(c: Connection, blob: int) -> None:
+    # Taken from its entry first: an entry that loses its main state by DELETE is one that someone damaged by hand.
+    c.execute("UPDATE blobs SET entry = NULL, writer = '' WHERE id = ? AND entry IS NOT NULL", (blob,))
+    c.execute("DELETE FROM blobs WHERE id = ?", (blob,))
+
+
+def blob_writer(c: Connection, blob: int) -> str | None:
+    """Who is writing a staged blob; None where it is gone or done."""
+    row = c.execute("SELECT writer FROM blobs WHERE id = ?", (blob,)).fetchone()
+    return None if row is None else row[0]
+
+
+def staged(c: Connection) -> list[tuple[int, str]]:
+    """(blob, writer) of every blob that is being written, or was when its writer died. The writer may be any text."""
+    rows = c.execute("SELECT id, CAST(coalesce(writer, '') AS BLOB) FROM blobs WHERE entry IS NULL")
+    return [(r[0], r[1].decode("utf-8", "replace")) for r in rows]
+
+
+def delete_staged(c: Connection, blob: int) -> bool:
+    """Deletes a blob that still belongs to no entry."""
+    c.execute("DELETE FROM blobs WHERE id = ? AND entry IS NULL", (blob,))
+    return c.changes() == 1
+
+
+def detach_blobs(c: Connection, id: int) -> None:
+    """Leaves the blobs of an entry, and of those stored against it, staged by nobody: the entry can go without them."""
+    sql = """UPDATE blobs SET entry = NULL, writer = '' WHERE entry = ?1
+ OR entry IN (SELECT entry FROM meta WHERE parent = ?1)"""
+    c.execute(sql, (signed(id),))
+
+
+def delete_last_chunks(c: Connection, blob: int, n: int) -> bool:
+    """Deletes up to n chunks of a blob that belongs to no entry; False where it has none."""
+    sql = """DELETE FROM chunks WHERE id IN (SELECT k.id FROM chunks k JOIN blobs b ON b.id = k.blob
+ WHERE k.blob = ? AND b.entry IS NULL ORDER BY k.seq DESC LIMIT ?)"""
+    c.execute(sql, (blob, n))
+    return c.changes() > 0
+
+
+# -- policy's questions
+
+
+def expired(c: Connection, now: int, limit: int) -> list[tuple[int, int]]:
+    """(id, bytes) of expired entries, the longest first; a prefix that live entries are stored against is not among them."""
+    sql = """SELECT entry, stored FROM meta m WHERE expires_at <= ?1 AND NOT EXISTS (
+ SELECT 1 FROM meta k WHERE k.parent = m.entry AND (k.expires_at IS NULL OR k.expires_at > ?1)) ORDER BY expires_at LIMIT ?2"""
+    return [(unsigned(r[0]), r[1]) for r in c.execute(sql, (now, limit))]
+
+
+def has_live_children(c: Connection, id: int, now: int) -> bool:
+    sql = "SELECT 1 FROM meta WHERE parent = ? AND (expires_at IS NULL OR expires_at > ?) LIMIT 1"
+    return c.execute(sql, (signed(id), now)).fetchone() is not None
+
+
+def least_recently_used(c: Connection, spare: int | None) -> int | None:
+    """The entry to evict next: normal before learned and pinned, children before parents. `spare` is an id to keep."""
+    sql = """SELECT entry, use_order FROM meta m WHERE class = ? AND entry IS NOT ?
+ AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry) ORDER BY use_order LIMIT 1"""
+    keep = None if spare is None else signed(spare)
+    for classes in (("normal",), ("learned", "pinned")):
+        found = [row for row in (c.execute(sql, (name, keep)).fetchone() for name in classes) if row is not None]
+        if found:
+            return unsigned(min(found, key=lambda row: int(row[1]))[0])
+    return None
+
+
+def integrity(c: Connection) -> list[str]:
+    """What SQLite's integrity and foreign key checks complain of."""
+    found = [str(r[0]) for r in c.execute("PRAGMA integrity_check") if r[0] != "ok"]
+    found += [f"a row of {r[0]} refers to a missing row of {r[2]}" for r in c.execute("PRAGMA foreign_key_check")]
+    if found and read_failed(c):
+        raise StoreIOError("SQLite's integrity check could not read the file", hint="check the disk, then try again")
+    return found
+
+
+def all_ids(c: Connection) -> list[int]:
+    return [unsigned(r[0]) for r in c.execute("SELECT id FROM entries ORDER BY id")]
+
+
+def totals(c: Connection) -> dict[str, Totals]:
+    """The sums by class; zeros where their row is not there."""
+    found: dict[str, Totals] = {name: Totals(0, 0, 0) for name in CLASSES}
+    for name, *sums in c.execute("SELECT class, entries, size, stored FROM totals"):
+        if name in found and all(isinstance(n, int) for n in sums):
+            found[name] = Totals(*sums)
+    return found
+
+
+def count_family(c: Connection, family: int, saved: int, reused: int) -> None:
+    c.execute(
+        """INSERT INTO families(id, saved, reused) VALUES(?1, ?2, ?3)
+ ON CONFLICT(id) DO UPDATE SET saved = saved + ?2, reused = reused + ?3""",
+        (signed(family), saved, reused),
+    )
+
+
+def count_reuse(c: Connection, id: int) -> None:
+    """Counts the first hit of an entry in its family."""
+    row = c.execute("SELECT family, reused FROM meta WHERE entry = ?", (signed(id),)).fetchone()
+    if row is not None and not row[1]:
+        count_family(c, unsigned(row[0]), 0, 1)
+        c.execute("UPDATE meta SET reused = 1 WHERE entry = ?", (signed(id),))
+
+
+def counters(c: Connection) -> dict[str, int]:
+    rows = c.execute("SELECT name, value FROM counters")
+    return {name: value for name, value in rows if isinstance(name, str) and isinstance(value, int)}
+
+
+def count(c: Connection, name: str, by: int) -> None:
+    c.execute(
+        # A count that would leave the integers of SQLite starts again.
+        """INSERT INTO counters(name, value) VALUES(?1, ?2)
+ ON CONFLICT(name) DO UPDATE SET value = iif(value BETWEEN 0 AND 4611686018427387904, value, 0) + ?2""",
+        (name, by),
+    )
+
+
+# -- space
+
+
+def pages(c: Connection) -> tuple[int, int, int]:
+    """(page size, pages in the file, free pages among them)."""
+    return int(c.pragma("page_size")), int(c.pragma("page_count")), int(c.pragma("freelist_count"))
+
+
+def incremental_vacuum(c: Connection, n_pages: int) -> None:
+    """Gives up to so many free pages back to the file system, at the next checkpoint."""
+    for _ in c.execute(f"PRAGMA incremental_vacuum({int(n_pages)})"):
+        pass

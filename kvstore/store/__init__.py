@@ -1,0 +1,5 @@
+"""A store at work: what `Store` does with a file."""
+
+from .store import Store
+
+__all__ = ["Store"]

@@ -1,0 +1,192 @@
+"""The store's one background thread: what has to happen without anyone asking, in bites that hold nobody up."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from ..errors import KVStoreError
+from ..storage import queries, queries_prefixes, queries_upkeep
+from .core import LOG_BYTES, Engine
+from .disk_budget import PAGES_EVICTED
+
+log = logging.getLogger("kvstore")
+TICK_SECONDS = 1.0
+EXPIRED_PER_BITE = 256
+EXPIRED_BYTES_PER_BITE = 256 << 20  # SQLite reads each page that it frees
+HASHED_PER_BITE = 1000
+PRUNE_SECONDS = 60.0
+FREE_PAGES_PER_BITE = 256  # 16 MiB
+# Free pages and the log's file wait this long for a put that can use them: with a new log 256 MiB took 0.05 s longer.
+QUIET_SECONDS = 10.0
+
+
+def expire(engine: Engine, limit: int = EXPIRED_PER_BITE, *, wait: bool = False) -> list[int]:
+    """Deletes up to `limit` expired entries, with those stored against them; gives their ids."""
+    with engine.db.read() as c:
+        ids = queries.expired(c, engine.now(), limit)
+    return engine.removing(lambda: _expire(engine, limit, wait)) if ids else []
+
+
+def _expire(engine: Engine, limit: int, wait: bool) -> list[int]:
+    engine.space.empty_log(wait=wait)
+    with engine.writing(durable=False, wait=wait) as (c, dropped):
+        n_bytes = 0
+        for id, stored in queries.expired(c, engine.now(), engine.space.bite(limit, PAGES_EVICTED)):
+            n_bytes += stored
+            if dropped and n_bytes > EXPIRED_BYTES_PER_BITE:
+                break
+            engine.drop(c, id, "expired", dropped)
+    return [entry.id for entry, _ in dropped]
+
+
+def sweep(engine: Engine) -> int:
+    """Deletes rows that refer to nothing, as a shell without foreign keys may leave them; gives their number.
+
+    Looks only where something was changed by hand: the triggers of schema.sql note that.
+    """
+    with engine.db.read() as c:
+        seen = queries_upkeep.unswept(c)
+        if not seen:
+            return 0
+        found = queries_upkeep.orphans(c)
+    with engine.db.write() as c:
+        deleted = queries_upkeep.delete_orphans(c) if found else 0
+        queries_upkeep.mark_swept(c, queries_upkeep.unswept(c) if found else seen)
+    return deleted
+
+
+def prune_families(engine: Engine) -> int:
+    """Deletes families that nothing belongs to any more, the least used first, beyond those that are kept."""
+    with engine.db.read() as c:
+        surplus = queries_upkeep.surplus_families(c)
+    if surplus <= 0:
+        return 0
+    with engine.db.write(durable=False) as c:
+        # A quarter more, so that it is not done again for each that comes.
+        return queries_upkeep.prune_families(c, surplus + queries_upkeep.FAMILIES_KEPT // 4)
+
+
+def hash_prefixes(engine: Engine, limit: int = HASHED_PER_BITE) -> bool:
+    """Makes rows of `prefixes` that older or other programs did not; True where some were missing."""
+    with engine.db.read() as c:
+        listed = queries_prefixes.complete(c)
+        if listed and not queries_prefixes.missing_hashes(c):
+            return False
+    with engine.db.write(durable=False) as c:
+        more = not listed and queries_prefixes.continue_list(c, limit)
+        return bool(queries_prefixes.set_missing_hashes(c, limit)) or more
+
+
+class Upkeep:
+    """Runs `tick` of the engine every second until it is stopped; holds no strong reference to its owner."""
+
+    def __init__(self, engine: Engine, learn: Callable[[], object] | None) -> None:
+        self._engine = weakref.ref(engine)
+        self._learn = learn
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._swept = False
+        self.failures = 0
+        self._reported = ""
+        self._hashed = False
+        self._pruned = -PRUNE_SECONDS
+        self._thread = threading.Thread(target=self._run, name="kvstore-upkeep", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Asks for a tick now."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._wake.wait(TICK_SECONDS)
+            self._wake.clear()
+            engine = self._engine()
+            if engine is None or self._stop.is_set():
+                return
+            self._tick(engine)
+            del engine
+
+    def _failed(self, path: str, what: str, error: Exception | None) -> None:
+        """Counts a failure, and logs it unless it is the one of the tick before."""
+        self.failures += 1
+        if what != self._reported:
+            log.warning("upkeep of %s failed and goes on: %s", path, what, exc_info=error)
+        self._reported = what
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _tick(self, engine: Engine) -> None:
+        if engine.putting and engine.db.wal_bytes() < LOG_BYTES:
+            return  # let the put finish first: a checkpoint during a put is slower than one after the other
+        quiet = time.monotonic() - engine.last_write > QUIET_SECONDS
+        steps: list[Callable[[], object]] = [
+            lambda: engine.db.wal_bytes() and engine.db.checkpoint(truncate=quiet, wait=False),
+            lambda: engine.clear_cut_off(wait=False),
+            lambda: self._flush(engine),
+            lambda: self._sweep(engine),
+            lambda: self._hash_prefixes(engine),
+            lambda: self._prune(engine),
+            lambda: self._expire(engine),
+            self._learn or (lambda: None),
+            lambda: self._give_back(engine) if quiet else None,
+            engine.take_spare,
+        ]
+        for step in steps:
+            if self._stop.is_set():
+                return
+            try:
+                step()
+            except KVStoreError as error:  # where one cannot be done, on a full disk, another may make room
+                if error.retry:
+                    log.debug("upkeep put off: %s", error)
+                else:
+                    self._failed(engine.db.path, str(error), None)
+            except Exception as error:  # noqa: BLE001  logged and counted: the others may do their work
+                self._failed(engine.db.path, repr(error), error)
+
+    def _flush(self, engine: Engine) -> None:
+        if engine.tally:
+            with engine.writing(durable=False, wait=False):
+                pass
+
+    def _sweep(self, engine: Engine) -> None:
+        if not self._swept:
+            sweep(engine)
+            self._swept = True
+
+    def _hash_prefixes(self, engine: Engine) -> None:
+        if not self._hashed:
+            while hash_prefixes(engine) and not self._stop.is_set():
+                pass
+            self._hashed = True
+
+    def _prune(self, engine: Engine) -> None:
+        if time.monotonic() - self._pruned > PRUNE_SECONDS:
+            prune_families(engine)
+            self._pruned = time.monotonic()
+
+    def _expire(self, engine: Engine) -> None:
+        while expire(engine) and not self._stop.is_set():
+            pass
+
+    def _give_back(self, engine: Engine) -> None:
+        with engine.db.read() as c:
+            free = queries.pages(c)[2]
+        while free and not self._stop.is_set():
+            left = engine.space.give_back(FREE_PAGES_PER_BITE)
+            if left == free:
+                break
+            free = left

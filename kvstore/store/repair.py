@@ -1,0 +1,285 @@
+"""`repair` drops what cannot be served, and nothing else; `salvage` copies what can be read to a new file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from .. import bkvd
+from ..errors import KVStoreError
+from ..meta import MetaBlock
+from ..storage import blobs, db, queries, queries_upkeep
+from ..storage import integrity as audit
+from ..storage import schema as upgrade
+from ..storage.db import Connection
+from ..storage.entry_reader import Damaged, as_put
+from ..storage.policy import cuts_of
+from ..storage.queries import BlobRow
+from ..types import Bytes
+from ..util.hashing import family
+from . import copies
+from . import verify as check
+from .core import Engine
+from .verify import Lenient, Problem, Progress, Unreadable
+
+T = TypeVar("T")
+
+
+def repair(engine: Engine, problems: Sequence[Problem]) -> list[int]:
+    """Does what the remedies of `problems` say; the ids of the entries that went.
+
+    Children of a dropped entry that can still be rebuilt are, and stay. What cannot be done is left as it is, each in a
+    transaction of its own: verify again to see what remains.
+    """
+    remedies = {p.remedy for p in problems}
+    removed: list[int] = []
+    if any(p.invariant == "sqlite" for p in problems):
+        _attempt(engine, audit.reindex)  # an index alone can be built again from its table
+    # Children first: a parent's good children are rebuilt before it goes.
+    bad = _still_bad(engine, problems)
+    for id in sorted(bad, key=lambda id: _has_children(engine, id)):
+        try:
+            removed += engine.delete(id, "keep", "damaged")
+        except Unreadable:
+            continue
+    if "rows" in remedies or bad:
+        _attempt(engine, audit.clear_parents)
+        _attempt(engine, queries_upkeep.delete_orphans)
+        _attempt(engine, engine.reclaim)
+        _attempt(engine, audit.clear_writers)
+    for id in sorted({p.entry for p in problems if p.remedy == "cuts" and p.entry is not None} - set(removed)):
+        _attempt(engine, lambda c, id=id: _find_cuts(engine, c, id))  # type: ignore[misc]
+    if remedies & {"totals", "rows"}:
+        _attempt(engine, audit.rebuild_totals)
+    return removed
+
+
+def _still_bad(engine: Engine, problems: Sequence[Problem]) -> set[int]:
+    """The entries to drop: those that fail now as well. What verify could not read, or can be read now, stays."""
+    bad = {p.entry for p in problems if p.remedy == "drop" and p.entry is not None}
+    if not bad:
+        return bad
+    by_rows = {p.entry for p in check.structure(engine.db) if p.remedy == "drop"}
+    return {id for id in bad if id in by_rows or any(p.remedy == "drop" for p in check.check_entry(engine.db, id)[0])}
+
+
+def _attempt(engine: Engine, step: Callable[[Connection], object]) -> None:
+    try:
+        with engine.db.write() as c:
+            step(c)
+    except Unreadable:
+        return  # the next verify names it again
+
+
+def _has_children(engine: Engine, id: int) -> bool:
+    try:
+        with engine.db.read() as c:
+            return queries.has_children(c, id)
+    except Unreadable:
+        return True
+
+
+def _find_cuts(engine: Engine, c: Connection, id: int) -> None:
+    entry = queries.entry(c, id, None)
+    if entry is not None:
+        main, _ = engine.reader.from_disk().read(c, entry)
+        found = cuts_of(main, entry.n_tokens)
+        audit.set_cuts(c, id, found.any, found.counts)
+
+
+# -- salvage
+
+
+@dataclass(frozen=True, slots=True)
+class Salvaged:
+    """What `salvage` copied, by id, and what it could not read, as problems."""
+
+    entries: tuple[int, ...]
+    lost: tuple[Problem, ...]
+
+
+class _Rows:
+    """Blobs and chunks of a damaged file, looked up by the indexes, or collected from the tables past the damage."""
+
+    def __init__(self, database: Lenient) -> None:
+        self._database = database
+        self._blobs: dict[int, list[BlobRow]] = {}
+        self._chunks: dict[int, list[tuple[int, int, int]]] = {}
+        self.collected = False
+
+    def collect(self) -> None:
+        for blob in check.walk(self._database, audit.BLOB_IDS):
+            found = self._row(audit.blob_row, blob)
+            if found is not None:
+                self._blobs.setdefault(found[0], []).append(found[1])
+        for chunk in check.walk(self._database, audit.CHUNK_IDS):
+            row = self._row(audit.chunk_row, chunk)
+            if row is not None:
+                self._chunks.setdefault(row[0], []).append(row[1:])
+        for chunks in self._chunks.values():
+            chunks.sort(key=lambda chunk: chunk[1])
+        self.collected = True
+
+    def _row(self, read: Callable[[Connection, int], T | None], id: int) -> T | None:
+        try:
+            with self._database.exclusive() as c:
+                return read(c, id)
+        except Unreadable:
+            return None
+
+    def blobs(self, c: Connection, id: int) -> list[BlobRow]:
+        return self._blobs.get(id, []) if self.collected else queries.blobs(c, id)
+
+    def read(self, c: Connection, row: BlobRow) -> Bytes:
+        return blobs.read(c, row, chunks=self._chunks.get(row.id, []) if self.collected else None)
+
+
+def salvage(source: Lenient, target: Engine, progress: Progress | None = None) -> Salvaged:
+    """Copies every entry of a damaged file that can be given back byte for byte. Writes to the target alone.
+
+    Parents go first, so what was stored against one is again; where the parent cannot be read its children are lost.
+    """
+    ids, lost = check.all_ids(source)
+    listed: list[tuple[bool, int, int]] = []
+    for id in ids:
+        entry = _part(source, lambda c, id=id: queries.meta_alone(c, id))  # type: ignore[misc]
+        listed.append((False, id, 1) if entry is None else (entry.parent is not None, id, entry.size))
+    total = sum(row[2] for row in listed)
+    done = 0
+    saved: list[int] = []
+    rows = _Rows(source)
+    for _, id, n_bytes in sorted(listed):
+        item = _try(source, rows, id)
+        if isinstance(item, str):
+            item = _try(source, rows, id)  # a read may fail once
+        if isinstance(item, str) and not rows.collected:
+            rows.collect()  # an index may be at fault
+            item = _try(source, rows, id)
+        if isinstance(item, str):
+            lost.append(Problem("whole-entry", id, f"it cannot be read: {item}"))
+        # Expired entries are not copied, and nobody misses them.
+        elif copies.restore(target, item) is not None:
+            saved.append(id)
+        done += n_bytes
+        if progress is not None:
+            progress(done, total)
+    return Salvaged(tuple(saved), tuple(lost))
+
+
+def remove_if_unused(path: str, created: tuple[int, int] | None, key: str | None) -> None:
+    """Removes the new store of a salvage that failed, unless another file has its name, or another process put to it."""
+    if db.identity(path) != created:
+        return
+    if not os.path.getsize(path):
+        db.remove_if_empty(path, created, None)  # whatever the key: nothing was encrypted with it
+        return
+    try:
+        database = db.Database(path, timeout=0, key=key)
+    except KVStoreError:
+        return
+    try:
+        with database.exclusive() as c:
+            c.execute("BEGIN IMMEDIATE")  # nobody puts to it now
+            try:
+                if db.is_empty(c) or not queries.all_ids(c):
+                    db.keep_log(c)
+                    for suffix in ("-wal", "-shm", ""):
+                        with suppress(OSError):
+                            os.unlink(path + suffix)
+            finally:
+                c.execute("ROLLBACK")
+    except KVStoreError:
+        return
+    finally:
+        database.close()
+
+
+def with_first_page(path: str, copy: str) -> bool:
+    """Copies a file, with the first page of a new store in place of its own; False where it can be no store.
+
+    Every store of one schema has its tables at the same pages, so their first page differs in counters alone.
+    """
+    size = os.path.getsize(path)
+    if size < 2 * db.PAGE_SIZE:
+        return False
+    db.reserve_file(copy)
+    fresh = db.Database(copy)
+    try:
+        upgrade.prepare(fresh)
+        fresh.checkpoint(truncate=True)
+    finally:
+        fresh.close()
+    with open(copy, "r+b") as f:
+        page = bytearray(f.read(db.PAGE_SIZE))
+        page[28:32] = (size // db.PAGE_SIZE).to_bytes(4, "big")  # pages in the file
+        page[92:96] = page[24:28]  # which that number is valid for
+        page[32:40] = bytes(8)  # no free pages
+        f.seek(0)
+        f.truncate()
+        with open(path, "rb") as old:
+            shutil.copyfileobj(old, f, 1 << 20)
+        f.seek(0)
+        f.write(page)
+    return True
+
+
+def _try(source: Lenient, rows: _Rows, id: int) -> copies.Exported | str:
+    """An entry, or why it cannot be read."""
+    try:
+        with source.read() as c:
+            states = _states(c, rows, id)
+    except (*Unreadable, blobs.UnreadableBlob) as error:
+        return error.reason if isinstance(error, Damaged) else error.message if isinstance(error, KVStoreError) else str(error)
+    # What is left of its rows, and what indexes repeat of those that are lost.
+    entry = _part(source, lambda c: queries.meta_alone(c, id))
+    indexed = _part(source, lambda c: audit.tokens_by_index(c, id))
+    tokens = _part(source, lambda c: queries.tokens(c, id))
+    if tokens is None and indexed is not None:
+        tokens = np.frombuffer(indexed[1], "<i4").astype(np.int32)
+    if tokens is None or not tokens.size:
+        return "its tokens are lost"
+    fingerprint = _part(source, lambda c: queries.fingerprint_of(c, id))
+    if fingerprint is None and indexed is not None:
+        fingerprint = _part(source, lambda c: audit.fingerprint_by_index(c, indexed[0]))
+    if fingerprint is None:
+        return "its fingerprint is lost"
+    if entry is None:
+        block, n_images = MetaBlock(id=id, family=family(tokens, 0, 0), n_input=len(tokens)), 0
+    else:
+        flags = _part(source, lambda c: queries.family_flags(c, id)) or (False, False)
+        block, n_images = copies.block_of(entry, flags), entry.n_images
+    head = _part(source, lambda c: queries.head(c, id))
+    return copies.Exported(block, tokens, states["main"], states.get("draft"), fingerprint, n_images, head)
+
+
+def _part(source: Lenient, read: Callable[[Connection], T | None]) -> T | None:
+    try:
+        with source.read() as c:
+            return read(c)
+    except Unreadable:
+        return None
+
+
+def _states(c: Connection, rows: _Rows, id: int) -> dict[str, Bytes]:
+    """The states of an entry as they were put. Raises Damaged and what the layers below do."""
+    found = rows.blobs(c, id)
+    if not any(row.part == "main" for row in found):
+        raise Damaged(id, "its main state is lost")
+    states: dict[str, Bytes] = {}
+    for row in found:
+        stored = rows.read(c, row)
+        parent = of_parent = None
+        if row.kind == "bkvd":
+            parent = bkvd.parent_id(stored)
+            whole = [r for r in rows.blobs(c, parent) if r.part == row.part and r.kind == "full"]
+            if not whole:
+                raise Damaged(id, "its parent is lost")
+            of_parent = rows.read(c, whole[0])
+        states[row.part] = as_put(id, row, stored, parent, of_parent)
+    return states

@@ -1,0 +1,496 @@
+"""`Store`: the face of kvstore."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from .. import layout, meta
+from ..errors import BusyError, DiskFullError, InvalidInputError, KVStoreError, NotFoundError, StoreIOError
+from ..storage import db, disk, policy, queries, queries_lists, queries_upkeep
+from ..storage import prefix_index as prefixes
+from ..storage.policy import cuts_of
+from ..storage.ram_cache import RamCache
+from ..types import CLASSES, SOURCES, WHOLE, Entry, EntryClass, Match, SavedState, Source, Stats, hex_id
+from ..util.hashing import Digests, family
+from ..util.validate import as_array, as_tokens, choice, entry_id, is_text, whole
+from . import learning
+from . import maintenance as upkeep
+from . import verify as check
+from .core import Engine
+from .put_request import Job, new_id
+from .write_behind import WriteBehind
+
+ENTRIES_PER_PAGE = 256
+TRIES = 8  # of an open whose new file another process removes
+FAMILIES_SHOWN = 100
+MAX_TIMEOUT = 2_000_000  # seconds; SQLite counts milliseconds in an int
+
+
+def _close(engine: Engine, behind: WriteBehind, background: upkeep.Upkeep | None) -> None:
+    if os.getpid() != engine.db.pid:
+        return  # a forked child leaves its parent's files alone
+    if behind.is_writer():  # a Store that nobody holds any more may be collected by any thread; this one is waited for
+        threading.Thread(target=_close, args=(engine, behind, background), name="kvstore-close").start()
+        return
+    behind.close()
+    if background is not None:
+        background.stop()
+    if not engine.db.readonly:
+        for step in (engine.clear_cut_off, engine.flush, lambda: upkeep.expire(engine), engine.db.truncate_log):
+            with suppress(KVStoreError):  # what fails here (a full disk, a writer elsewhere) costs counts, not entries
+                step()
+        if engine.spare is not None:
+            engine.spare.give_up()
+        engine.db.leave_spare()
+    engine.db.close()
+    engine.ram.clear()
+
+
+def _open(path: str, build: Callable[[], Engine], *, create: bool, key: str | None, timeout: float) -> Engine:
+    """An engine whose file is prepared. Where that fails, a file that was created for it goes, unless another filled it."""
+    spare, before, created = None, None, False
+    started = time.monotonic()
+    for tries_left in reversed(range(TRIES)):
+        if not create and path != db.MEMORY and not os.path.exists(path):
+            raise StoreIOError(f"{path} does not exist", path=path)
+        if create:
+            created = db.reserve_file(path) or (created and db.identity(path) == before)
+        before = db.identity(path)
+        if create and spare is None:
+            spare = disk.Spare(path)
+            if not spare.held and disk.free_bytes(path) < disk.SPARE_BYTES:
+                db.relieve(path, key)
+                spare.take(disk.spare_bytes(path))
+        try:
+            engine = build()
+            engine.spare = spare
+            try:
+                engine.prepare()
+                engine.db.refuse_if_moved()
+            except BaseException:
+                engine.db.close()
+                raise
+        except BaseException as error:
+            full = isinstance(error, DiskFullError) and spare is not None and spare.give_up()
+            moved = create and isinstance(error, KVStoreError) and db.identity(path) != before
+            # SQLite does not wait where two processes switch a new file's log on at once.
+            busy = isinstance(error, BusyError) and time.monotonic() - started < timeout
+            if busy:
+                time.sleep(min(timeout, 0.02))
+            if tries_left and (full or moved or busy):  # moved: another open that failed took the empty file away with it
+                continue
+            if spare is not None:
+                spare.give_up()
+            if created:
+                db.remove_if_empty(path, before, key)
+            raise
+        return engine
+    raise AssertionError("the last try returns or raises")
+
+
+class Store:
+    """LLM sequence states in one SQLite file, shared prefixes as deltas, with a RAM layer before it.
+
+    path: the file, created if it does not exist; ":memory:" for a store without one. A symbolic link is followed once, here.
+    fingerprint: names model and context settings; put, match, get and the rest see only entries of the same one. A store
+        opened without one matches entries that were put without one, and finds entries of any fingerprint by their id.
+    cache_ram_mib: bounds the bytes that the RAM layer holds (0: off, -1: no limit).
+    cache_disk_mib: bounds the file with its write-ahead log (-1: no limit).
+    min_saved_mib: a state is stored as a delta where that saves at least so much; None: an eighth of the state's size.
+    write_behind: `put` returns when the entry is in RAM; `flush` waits until all is on disk. Until then an entry's `parent`
+        is None and its `stored` is its size. A put that fails later is reported by the next call other than get, match, entry.
+    verify: check the digest of every state that is given back.
+    readonly: never writes; the file must exist and be of this version.
+    auto_learn: learn the prefixes that three entries of a family have in common.
+    timeout: seconds to wait for another process that writes, before BusyError.
+    key: opens, or creates, an encrypted file (README, Encryption). Text, at least one character; it is never logged.
+
+    A context manager. Safe to use from several threads, and several processes may open one file; not across a fork.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        fingerprint: str = "",
+        cache_ram_mib: float = 8192,
+        cache_disk_mib: float = -1,
+        min_saved_mib: float | None = None,
+        write_behind: bool = False,
+        verify: bool = True,
+        readonly: bool = False,
+        auto_learn: bool = False,
+        timeout: float = 30.0,
+        key: str | None = None,
+    ) -> None:
+        self.path = os.fspath(path)
+        if not isinstance(self.path, str) or not self.path:
+            raise InvalidInputError(f"path is {path!r}", hint='give the path of a file, or ":memory:"')
+        if not isinstance(fingerprint, str):
+            raise InvalidInputError(f"fingerprint is {type(fingerprint).__name__}, not str")
+        if not is_text(fingerprint):
+            raise InvalidInputError(f"fingerprint {fingerprint!r} is no text", hint="it holds lone surrogates")
+        sizes = {"cache_ram_mib": cache_ram_mib, "cache_disk_mib": cache_disk_mib}
+        for name, value in (sizes if min_saved_mib is None else sizes | {"min_saved_mib": min_saved_mib}).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise InvalidInputError(f"{name} is {value!r}, not a number of MiB")
+        if min_saved_mib is not None and min_saved_mib < 0:
+            raise InvalidInputError(f"min_saved_mib is {min_saved_mib}", hint="give 0 or more")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout <= MAX_TIMEOUT:
+            raise InvalidInputError(f"timeout is {timeout!r}", hint=f"give seconds, from 0 to {MAX_TIMEOUT}")
+        memory = self.path == db.MEMORY
+        if not memory:
+            self.path = db.resolve(self.path)  # once: links and folders may change, and connections are opened later too
+            db.refuse_network_filesystem(self.path)
+
+        def build() -> Engine:
+            return Engine(
+                db.Database(self.path, readonly=readonly, timeout=timeout, key=key),
+                fingerprint=fingerprint,
+                ram=RamCache(policy.budget_bytes(cache_ram_mib)),
+                disk_budget=policy.budget_bytes(cache_disk_mib),
+                min_saved=None if min_saved_mib is None else int(min_saved_mib * policy.MIB),
+                verify=verify,
+            )
+
+        engine = _open(self.path, build, create=not readonly and not memory, key=key, timeout=timeout)
+        self._engine = engine
+        self._behind = WriteBehind(engine)
+        self._write_behind = write_behind and not readonly
+        self._upkeep: upkeep.Upkeep | None = None
+        if not readonly and not memory:
+            self._upkeep = upkeep.Upkeep(engine, learning.AutoLearn(engine).run if auto_learn else None)
+        # Closes at the latest when the interpreter ends, while threads can still be joined.
+        self._finalizer = weakref.finalize(self, _close, engine, self._behind, self._upkeep)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint that this store was opened with."""
+        return self._engine.fingerprint
+
+    def __repr__(self) -> str:
+        return f"Store({self.path!r}, fingerprint={self._engine.fingerprint!r})"
+
+    # -- entries in and out
+
+    def put(
+        self,
+        tokens: Any,
+        state: Any,
+        *,
+        draft: Any = None,
+        entry_class: EntryClass = "normal",
+        source: Source = "default",
+        ttl: int | None = None,
+        n_system: int = 0,
+        user_start: int = 0,
+        excerpt: str = "",
+        n_input: int | None = None,
+        n_images: int = 0,
+        share: bool = True,
+        head: bytes | None = None,
+    ) -> Entry:
+        """Stores the state of a token sequence; all of it or nothing.
+
+        tokens: int32, shape (n,), n > 0. state, draft: anything bytes-like, not empty; not changed, and not kept.
+        ttl: seconds until the entry expires, None = never. n_system: tokens of the system block; user_start: where the
+        first user turn starts; both decide the family. excerpt: the start of the first user message, for people.
+        share=False stores it whole. head: of the file that the state comes from (`slotfile.head_of`), to write it again.
+
+        The same tokens again replace the entry. Normal entries whose tokens begin this one's are removed where this
+        one's state can serve them. Raises InvalidInputError, OverBudgetError, DiskFullError, BusyError, ReadOnlyError.
+        """
+        self._ready()
+        array = as_tokens(tokens)
+        choice(entry_class, CLASSES, "class")
+        choice(source, SOURCES, "source")
+        n_system = whole(n_system, "n_system", 0, len(array))
+        user_start = whole(user_start, "user_start", 0, len(array))
+        if not isinstance(excerpt, str | bytes):
+            raise InvalidInputError(f"excerpt is {type(excerpt).__name__}, not str")
+        ttl = None if ttl is None else whole(ttl, "ttl", 1, 1 << 40)
+        n_input = len(array) if n_input is None else whole(n_input, "n_input", 0)
+        n_images = whole(n_images, "n_images", 0)
+        main = as_array(state, "state")
+        second = None if draft is None else as_array(draft, "draft")
+        job = Job(
+            id=new_id(),
+            tokens=array,
+            key=prefixes.key_of(array),
+            main=main,
+            draft=second,
+            digests=Digests(main=main, draft=second),
+            cuts=cuts_of(main, len(array)),
+            entry_class=entry_class,
+            source=source,
+            ttl=ttl,
+            family=family(array, n_system, user_start),
+            excerpt=meta.clean_excerpt(excerpt),
+            n_input=n_input,
+            n_images=n_images,
+            share=share,
+            head=None if head is None else bytes(head),
+        )
+        entry = self._behind.put(job) if self._write_behind else self._engine.put(job)
+        self._wake()
+        return entry
+
+    def get(self, id: int, *, n_tokens: int | None = None) -> SavedState | None:
+        """The states of an entry, byte for byte as they were put, or None.
+
+        n_tokens cuts them: to the state of the first n_tokens, where the layout allows it (else LayoutError). The arrays
+        are read-only. An entry that cannot be given back right is dropped, with a logged warning, and is a miss.
+        """
+        self._engine.db.check()
+        id = entry_id(id)
+        queued, saved = self._behind.get(id)
+        if not queued:
+            saved = self._engine.get(id)
+        if saved is None:
+            return None
+        if n_tokens is not None and n_tokens != saved.entry.n_tokens:
+            n = whole(n_tokens, "n_tokens", 1, saved.entry.n_tokens)
+            saved = SavedState(
+                saved.entry,
+                saved.tokens[:n],
+                layout.crop(saved.main, n),
+                None if saved.draft is None else layout.crop(saved.draft, n),
+            )
+        self._engine.tally.count("tokens_served", len(saved.tokens))
+        return saved
+
+    def take(self, id: int) -> SavedState | None:
+        """`get`, and removes the entry; a learned or pinned one stays."""
+        with self._settled():
+            saved = self.get(id)
+            if saved is None or saved.entry.entry_class != "normal":
+                return saved
+            # Of two who take at once, one deletes it: the other has a miss.
+            return saved if self._engine.delete(entry_id(id), "resident", "taken") else None
+
+    def match(self, tokens: Any) -> Match | None:
+        """The entry that can serve the most leading tokens of a request, and how many; None where none serves any.
+
+        An entry whose state cannot be cut serves only all of its tokens, or as many as one of its checkpoints has.
+        """
+        self._engine.db.check()
+        key = prefixes.key_of(as_tokens(tokens))
+        found = self._engine.past_damage(self._behind.match, key)
+        if found is None:
+            self._engine.tally.count("unmatched")
+            return None
+        return Match(*found)
+
+    # -- entries as rows
+
+    def entry(self, id: int) -> Entry | None:
+        """What is known of an entry; reads none of its bytes."""
+        self._engine.db.check()
+        queued, entry = self._behind.lookup(entry_id(id))
+        if queued:
+            return entry
+        return self._engine.past_damage(self._engine.entry, int(id))
+
+    def entries(self, *, family: int | None = None, entry_class: EntryClass | None = None) -> Iterator[Entry]:
+        """All live entries, in no particular order, read in pages: a long walk keeps no snapshot of the file open."""
+        self._settle()
+        if entry_class is not None:
+            choice(entry_class, CLASSES, "class")
+        if family is not None:
+            family = whole(family, "family", 0, (1 << 64) - 1)
+        return self._entries(family, entry_class)
+
+    def _entries(self, family: int | None, entry_class: str | None) -> Iterator[Entry]:
+        engine = self._engine
+        after: int | None = queries_lists.FIRST
+        while after is not None:
+            self._settle()
+            with engine.db.read() as c:
+                wanted = queries_lists.Filter(fingerprint=engine.scope(c), family=family, entry_class=entry_class)
+                page, after = queries_lists.page(c, wanted, after, ENTRIES_PER_PAGE, engine.now())
+            for entry in page:
+                yield engine.with_uses(entry)
+
+    def set(
+        self, id: int, *, entry_class: EntryClass | None = None, source: Source = "request", ttl: int | None = None
+    ) -> Entry:
+        """Changes the class of an entry, or its expiry: ttl seconds from now, 0 = never. Raises NotFoundError."""
+        if entry_class is not None:
+            choice(entry_class, CLASSES, "class")
+        choice(source, SOURCES, "source")
+        seconds = None if ttl is None else whole(ttl, "ttl", 0, 1 << 40)
+        with self._settled():
+            return self._engine.set(entry_id(id), entry_class, source, seconds)
+
+    def delete(self, id: int, *, children: str = "resident") -> list[int]:
+        """Removes an entry; gives the ids of all that went.
+
+        children: what becomes of the entries stored against it: "resident" keeps those that the RAM layer holds, "keep"
+        all of them (both rebuilt whole), "drop" none.
+        """
+        choice(children, ("resident", "keep", "drop"), "value of children")
+        with self._settled():
+            removed = self._engine.delete(entry_id(id), children)
+        self._wake()
+        return removed
+
+    def learn(self, tokens: Any, n_tokens: int | None = None) -> Entry:
+        """Cuts a learned prefix out of a stored state, and stores the entries that continue it against it.
+
+        tokens: the prefix itself, or the id of an entry with n_tokens, how many of its tokens to learn (None: all).
+        Raises NotFoundError where no entry holds the prefix, LayoutError where its state cannot be cut there.
+        """
+        with self._settled():
+            return self._learn(tokens, n_tokens)
+
+    def _learn(self, tokens: Any, n_tokens: int | None) -> Entry:
+        engine = self._engine
+        if isinstance(tokens, int | np.integer):
+            id = entry_id(tokens)
+            entry = self.entry(id)
+            if entry is None:
+                raise NotFoundError(f"no entry {hex_id(id)}", id=hex_id(id))
+            n = entry.n_tokens if n_tokens is None else whole(n_tokens, "n_tokens", 1, entry.n_tokens)
+            with engine.db.read() as c:
+                theirs = queries.fingerprint_of(c, id)
+            if theirs is not None and theirs != engine.fingerprint:
+                raise InvalidInputError(
+                    f"entry {hex_id(id)} has the fingerprint {theirs!r}", hint="open the store with that fingerprint"
+                )
+        else:
+            array = as_tokens(tokens)
+            n = len(array) if n_tokens is None else whole(n_tokens, "n_tokens", 1, len(array))
+            with engine.db.read() as c:
+                found = learning.source_of(engine, c, array[:n])
+            if found is None:
+                raise NotFoundError(
+                    f"no entry can serve these {n} tokens", hint="put a state that begins with them first", n_tokens=n
+                )
+            id = found
+        return learning.learn(engine, id, n, "learned", "request")
+
+    # -- the store as a whole
+
+    def stats(self) -> Stats:
+        """Figures of the file and of this Store's RAM layer."""
+        self._settle()
+        engine = self._engine
+        # No transaction of this process may be on its way: counts that it took would be neither here nor there.
+        with engine.db.exclusive(), engine.db.read() as c:
+            totals = queries.totals(c)
+            counts = queries.counters(c)
+            families = queries_upkeep.top_families(c, FAMILIES_SHOWN)
+            n_families = queries_upkeep.family_count(c)
+            page_size, _, free = queries.pages(c)
+            for name, by in engine.tally.counts().items():
+                counts[name] = counts.get(name, 0) + by
+        prefix = "evicted_"
+        return Stats(
+            entries={name: totals[name].entries for name in CLASSES},
+            size=sum(t.size for t in totals.values()),
+            stored=sum(t.stored for t in totals.values()),
+            size_by_class={name: totals[name].size for name in CLASSES},
+            stored_by_class={name: totals[name].stored for name in CLASSES},
+            file_bytes=engine.db.file_bytes(),
+            free_bytes=free * page_size,
+            ram_bytes=engine.ram.n_bytes,
+            ram_entries=len(engine.ram),
+            hits=counts.get("hits", 0),
+            misses=counts.get("misses", 0),
+            unmatched=counts.get("unmatched", 0),
+            tokens_served=counts.get("tokens_served", 0),
+            puts=counts.get("puts", 0),
+            shared_puts=counts.get("shared_puts", 0),
+            whole_puts={name: counts[f"whole_{name}"] for name in WHOLE if counts.get(f"whole_{name}")},
+            evictions={k[len(prefix) :]: v for k, v in sorted(counts.items()) if k.startswith(prefix)}
+            | ({"ram_budget": engine.ram.evictions} if engine.ram.evictions else {}),
+            encode_seconds=counts.get("encode_us", 0) / 1e6,
+            decode_seconds=counts.get("decode_us", 0) / 1e6,
+            upkeep_alive=None if self._upkeep is None else self._upkeep.alive,
+            upkeep_failures=0 if self._upkeep is None else self._upkeep.failures,
+            n_families=n_families,
+            families=tuple(families),
+        )
+
+    def verify(self) -> list[check.Problem]:
+        """Checks the file and every digest; reads only. An empty list is a clean store."""
+        self._settle()
+        return check.verify(self._engine.db)
+
+    def gc(self, *, max_size: int | None = None) -> list[int]:
+        """Removes what expired and what failed puts left, gives all free space back to the file system; the ids that went.
+
+        max_size: also evicts, the least recently used first, learned and pinned entries last, until the file and its log
+        have at most this many bytes. Raises InvalidInputError where an empty store has more, BusyError where another
+        process keeps the log from being emptied.
+        """
+        self._settle()
+        space = self._engine.space
+        if max_size is not None:
+            max_size = whole(max_size, "max_size", 1)
+            space.check_size(max_size)
+        removed: list[int] = []
+        engine = self._engine
+        while gone := upkeep.expire(engine, 1024, wait=True):
+            removed += gone
+        engine.freeing(lambda: upkeep.sweep(engine))
+        upkeep.prune_families(engine)
+        engine.clear_cut_off()
+        removed += engine.keep_inside()
+        if max_size is not None:
+            removed += [entry.id for entry in space.prune(max_size)]
+        engine.freeing(engine.space.give_back_all)
+        return removed
+
+    def flush(self) -> None:
+        """Waits until everything that was put is on disk, with the counts of its uses."""
+        self._settle()
+        if not self._engine.db.readonly:
+            with self._engine.writing():  # also waits for counts that another thread is writing
+                pass
+
+    def close(self) -> None:
+        """Writes what is left and closes the file. Raises WriteBehindError where a put in write-behind mode failed."""
+        self._finalizer()
+        if os.getpid() == self._engine.db.pid:
+            self._behind.raise_failure()
+
+    def _ready(self) -> None:
+        """Reads do not come here: the report of a failed put is for those who put and flush."""
+        self._engine.db.check()
+        self._behind.raise_failure()
+
+    def _settle(self) -> None:
+        self._engine.db.check()
+        self._behind.drain()
+        self._behind.raise_failure()
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """For a change of what the file has: nothing is queued, and nothing is put meanwhile."""
+        self._engine.db.check()
+        with self._behind.settled() if self._write_behind else nullcontext():
+            self._behind.raise_failure()
+            yield
+
+    def _wake(self) -> None:
+        if self._upkeep is not None:
+            self._upkeep.wake()

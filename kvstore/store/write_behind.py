@@ -1,0 +1,428 @@
+"""Write-behind: an overlay of puts that are in RAM and on their way to the disk, in order, by one thread.
+
+What a store gives is the file with the queue laid over it, as if each queued put had been written when it was made: the
+newest put of the same tokens wins, and what it replaces or contains is hidden until the file has dropped it.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from ..errors import ClosedError, KVStoreError, WriteBehindError
+from ..storage import policy, queries
+from ..storage import prefix_index as prefixes
+from ..storage.db import Connection
+from ..types import Entry, EntryClass, SavedState, Source
+from ..util.hashing import Digests
+from .core import Engine
+from .put_request import Job
+from .queue_index import Overlaid, QueueIndex
+
+T = TypeVar("T")
+LOOKS = 3  # at queue and file while neither changes; then the queue is held still
+
+
+@dataclass(slots=True, eq=False)
+class QueuedPut:
+    """A put that is not on disk yet.
+
+    `entry` was given to the caller, `reserved` bytes of the RAM layer hold its arrays, `hides` are the ids that it
+    replaces or contains. `uses` are the times of its hits: the file has no row yet that could count them. `was_learned`:
+    it changes the class of an entry that others may be stored against.
+    """
+
+    entry: Entry
+    job: Job
+    reserved: int
+    hides: frozenset[int] = frozenset()
+    was_learned: bool = False
+    uses: list[int] = field(default_factory=list)
+
+    def view(self) -> Entry:
+        """The entry with its uses."""
+        if not self.uses:
+            return self.entry
+        last_used = max(self.entry.last_used, *self.uses)
+        return replace(self.entry, hits=self.entry.hits + len(self.uses), last_used=last_used)
+
+
+class WriteBehind:
+    """A queue bounded by the RAM layer's budget: its entries hold reservations there.
+
+    Thread rules: `order` is held by whoever changes the store, from the look at what is there to the change: it makes the
+    order of puts. `_lock` guards the queue, its index and the failures, and is never held while the file is written.
+    The writing thread takes `_lock` alone, so that a put may wait for it and hold `order`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.order = threading.RLock()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._queue: OrderedDict[int, QueuedPut] = OrderedDict()
+        self._last = 0  # number of the newest put
+        self._index: QueueIndex[QueuedPut] = QueueIndex()
+        self._by_key: dict[bytes, list[QueuedPut]] = {}
+        self._by_id: dict[int, QueuedPut] = {}
+        self._hidden: Counter[int] = Counter()
+        self._generation = 0  # counts changes of the queue
+        self._failures: list[tuple[int, BaseException]] = []
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    # -- putting
+
+    def put(self, job: Job) -> Entry:
+        """Queues a put; one that the file has already, or that never fits into RAM, is written after the earlier ones."""
+        with self.order:
+            same = self._same(job)
+            if isinstance(same, QueuedPut):
+                return self._again(job, same)
+            if same is None and self._reserve(job.size):
+                return self._new(job)
+            self.drain()
+            return self._engine.put(job)
+
+    def _same(self, job: Job) -> QueuedPut | Entry | None:
+        """The entry that has these tokens and these very bytes, as the caller sees it: queued, or in the file."""
+        now = self._engine.now()
+        with self._lock:
+            queued = self._index.get(job.key)
+        if queued is not None:
+            if _expired(queued.entry, now) or queued.job.digests.sizes != job.digests.sizes:
+                return None
+            return queued if queued.job.digests == job.digests else None
+
+        def look() -> Entry | None:
+            with self._engine.db.read() as c:
+                fingerprint = self._engine.fingerprint_id(c)
+                found = None if fingerprint is None else self._engine.identical(c, fingerprint, job)
+            return None if found is None or self._is_hidden(found.id) else found
+
+        return self._steady(look)
+
+    def _again(self, job: Job, queued: QueuedPut) -> Entry:
+        """Queues a put of what is queued already: it has the same id and arrays, and changes the meta alone."""
+        with self._lock:
+            known = queued.view()
+        entry_class, source = policy.merged_class((known.entry_class, known.source), (job.entry_class, job.source))
+        entry = replace(
+            job.entry(self._engine.now(), job.size, None),
+            id=known.id, hits=known.hits, created_at=known.created_at, entry_class=entry_class, source=source,
+        )  # fmt: skip
+        earlier = queued.job
+        job = replace(
+            job, id=known.id, main=earlier.main, draft=earlier.draft, digests=earlier.digests,
+            entry_class=entry_class, source=source, promised=entry,
+        )  # fmt: skip
+        was_learned = queued.was_learned or known.entry_class == "learned"
+        return self._add(QueuedPut(entry, job, 0, was_learned=was_learned))
+
+    def _new(self, job: Job) -> Entry:
+        """Queues a put with copies of the caller's arrays, in room that is reserved for them."""
+        reserved = job.size
+        try:
+            main, draft = job.main.copy(), None if job.draft is None else job.draft.copy()
+            for array in (job.tokens, main, draft):
+                if array is not None:
+                    array.flags.writeable = False
+            plan = self._plan(job)
+            if plan is None:  # the file decides, once it has all that was put
+                self.drain()
+                plan = self._plan(job)
+                assert plan is not None
+            entry_class, source, hides = plan
+            job = replace(
+                job, main=main, draft=draft, digests=Digests(main=main, draft=draft), entry_class=entry_class, source=source
+            )
+            entry = job.entry(self._engine.now(), reserved, None)
+            return self._add(QueuedPut(entry, replace(job, promised=entry), reserved, hides))
+        except BaseException:
+            self._engine.ram.cancel(reserved)
+            raise
+
+    def _plan(self, job: Job) -> tuple[EntryClass, Source, frozenset[int]] | None:
+        """The class of a new entry, and the ids that it replaces or contains; None where only the file can tell.
+
+        The same as `Engine` finds when the put is written. A normal entry that others are stored against stays, so where
+        queued puts may change that, it has to be seen then.
+        """
+        now = self._engine.now()
+        wanted: tuple[EntryClass, Source] = job.entry_class, job.source
+        hides: set[int] = set()
+        with self._lock:
+            hides.update(queued.entry.id for queued in self._by_key.get(job.key, ()))
+            newest = self._index.get(job.key)
+            if newest is not None and not _expired(newest.entry, now):
+                wanted = policy.merged_class((newest.entry.entry_class, newest.entry.source), wanted)
+            for id, n in list(prefixes.prefixes_in(self._index, job.key[:-4], now)):
+                queued = self._by_id[id]
+                if _contains(job, n, queued.entry, queued.job.draft is not None):
+                    if queued.was_learned:
+                        return None
+                    hides.add(id)
+        with self._engine.db.read() as c:
+            fingerprint = self._engine.fingerprint_id(c)
+            if fingerprint is None:
+                return *wanted, frozenset(hides)
+            for id in queries.same_tokens(c, fingerprint, job.key):
+                hides.add(id)
+                old = queries.entry(c, id, fingerprint)
+                if newest is None and old is not None and not _expired(old, now) and not self._is_hidden(id):
+                    wanted = policy.merged_class((old.entry_class, old.source), wanted)
+            for id, n in prefixes.whole_prefixes(c, self._engine.filters, fingerprint, job.key[:-4], now, "any"):
+                old = queries.entry(c, id, fingerprint)
+                if old is None or self._is_hidden(id) or self._is_queued(id):
+                    continue
+                if _contains(job, n, old, len(queries.blobs(c, id)) > 1):
+                    children = queries.children(c, id)
+                    if any(self._is_hidden(child) for child in children):
+                        return None
+                    if not children:
+                        hides.add(id)
+        return *wanted, frozenset(hides)
+
+    def _reserve(self, n_bytes: int) -> bool:
+        """Room for a put's copies, waiting for earlier ones to be written; False where they can never fit."""
+        with self._changed:
+            while True:
+                self._refuse_if_closed()
+                if self._engine.ram.reserve(n_bytes):
+                    return True
+                if not self._queue:
+                    return False
+                self._changed.wait()
+
+    def _add(self, put: QueuedPut) -> Entry:
+        with self._changed:
+            self._refuse_if_closed()
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="kvstore-write", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._last += 1
+            self._queue[self._last] = put
+            self._by_key.setdefault(put.job.key, []).append(put)
+            for id in put.hides:
+                self._hidden[id] += 1
+                if id in self._by_id:
+                    self._index.discard(self._by_id[id])
+            self._by_id[put.entry.id] = put
+            self._index.add(put)
+            self._generation += 1
+        return put.entry
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise ClosedError("the store was closed")
+
+    # -- looking
+
+    def _is_hidden(self, id: int) -> bool:
+        with self._lock:
+            return id in self._hidden
+
+    def _is_queued(self, id: int) -> bool:
+        with self._lock:
+            return id in self._by_id
+
+    def _steady(self, look: Callable[[], T]) -> T:
+        """What `look` finds in queue and file while nothing goes from the one to the other."""
+        for _ in range(LOOKS):
+            with self._lock:
+                before = self._generation
+            found = look()
+            with self._lock:
+                if self._generation == before:
+                    return found
+        with self._lock:
+            return look()
+
+    def lookup(self, id: int) -> tuple[bool, Entry | None]:
+        """Whether the queue knows what became of an id, and its live entry; where it does not, the file does."""
+        with self._lock:
+            queued = self._by_id.get(id)
+            if id in self._hidden:
+                return True, None
+            if queued is None:
+                return False, None
+            return True, None if _expired(queued.entry, self._engine.now()) else queued.view()
+
+    def get(self, id: int) -> tuple[bool, SavedState | None]:
+        """`lookup` with the states; counts a hit or a miss."""
+        with self._lock:
+            known, entry = self.lookup(id)
+            if not known:
+                return False, None
+            if entry is None:
+                self._engine.tally.count("misses")
+                return True, None
+            queued = self._by_id[id]
+            queued.uses.append(self._engine.now())
+            self._engine.tally.count("hits")
+            return True, SavedState(queued.view(), queued.job.tokens, queued.job.main, queued.job.draft)
+
+    def match(self, key: bytes) -> tuple[Entry, int] | None:
+        """The live entry that can serve the most leading tokens of `key`, and how many."""
+        engine = self._engine
+
+        def look() -> tuple[Entry, int] | None:
+            with engine.db.read() as c:
+                fingerprint = engine.fingerprint_id(c)
+                found = self._longest(c, fingerprint, key)
+                if found is None:
+                    return None
+                known, entry = self.lookup(found[0])
+                if not known and (stored := queries.entry(c, found[0], fingerprint)) is not None:
+                    entry = engine.with_uses(stored)
+            return None if entry is None else (entry, found[1])
+
+        return self._steady(look)
+
+    def _longest(self, c: Connection, fingerprint: int | None, key: bytes) -> tuple[int, int] | None:
+        """(id, n_common) of the best entry of queue and file."""
+        filters, now = self._engine.filters, self._engine.now()
+        if fingerprint is None:
+            return prefixes.longest_in(self._index, key, now)
+        with self._lock:
+            empty = not self._queue
+        if empty:
+            return prefixes.longest(c, filters, fingerprint, key, now)
+        both = Overlaid(self._index, prefixes.FileIndex(c, fingerprint), self._shadows)
+        try:
+            return prefixes.longest_in(both, key, now, prefixes.WALK_STEPS)
+        except prefixes.TooLong:
+            stored = prefixes.longest(c, filters, fingerprint, key, now)
+        if stored is not None and self._shadows(stored[0]):
+            return prefixes.longest_in(both, key, now)
+        queued = prefixes.longest_in(self._index, key, now)
+        if stored is None or (queued is not None and queued[1] > stored[1]):
+            return queued
+        return stored
+
+    def _shadows(self, id: int) -> bool:
+        """Whether the queue has something newer than the file's entry of this id."""
+        return id in self._hidden or id in self._by_id
+
+    # -- writing
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._queue:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                number, put = next(iter(self._queue.items()))
+            failure = self._store(put)
+            if failure is not None:
+                _forget_frames(failure)
+            self._done(number, put, failure)
+            del put
+
+    def _store(self, put: QueuedPut) -> BaseException | None:
+        ram, held = self._engine.ram, [put.reserved]
+        try:
+            self._engine.put(put.job, owned=True, release=lambda: ram.cancel(held.pop()))
+        except BaseException as error:  # noqa: BLE001  reported at the next call that changes or settles the store
+            return error
+        finally:
+            if held:
+                ram.cancel(held.pop())
+        return None
+
+    def _done(self, number: int, put: QueuedPut, failure: BaseException | None) -> None:
+        """Takes a put out of the queue: the file has it now, or never will."""
+        id, key = put.entry.id, put.job.key
+        with self._changed:
+            if failure is None:
+                for used in put.uses:
+                    self._engine.tally.use(id, used)
+                # Put again, it is there after all.
+                self._failures = [(lost, why) for lost, why in self._failures if lost != id]
+            else:
+                self._failures.append((id, failure))
+            del self._queue[number]
+            self._by_key[key].remove(put)
+            if not self._by_key[key]:
+                del self._by_key[key]
+            if self._by_id.get(id) is put:
+                del self._by_id[id]
+            self._index.discard(put)
+            self._hidden.subtract(put.hides)
+            for hidden in put.hides:
+                if not self._hidden[hidden]:
+                    del self._hidden[hidden]
+            self._generation += 1
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Waits until all that was put before is written."""
+        with self._changed:
+            last = self._last
+            while self._queue and next(iter(self._queue)) <= last and not self.is_writer():
+                self._changed.wait()
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Everything is written, and nothing is put meanwhile."""
+        with self.order:
+            self.drain()
+            yield
+
+    def is_writer(self) -> bool:
+        """Whether the writing thread asks."""
+        return threading.current_thread() is self._thread
+
+    def close(self) -> None:
+        """Takes no more puts, waits until those it has are written, and joins the thread."""
+        with self._changed:
+            self._closed = True
+            thread = self._thread
+            self._changed.notify_all()
+        self.drain()
+        if thread is not None:
+            thread.join()
+
+    def raise_failure(self) -> None:
+        """Raises WriteBehindError once for the puts that failed since the last call."""
+        with self._lock:
+            failures, self._failures = self._failures, []
+        if failures:
+            first: Any = failures[0][1]
+            reason = first.message if isinstance(first, KVStoreError) else str(first)
+            raise WriteBehindError(
+                f"{len(failures)} entries could not be written: {reason}",
+                hint=getattr(first, "hint", ""),
+                ids=[id for id, _ in failures],
+            ) from first
+
+
+def _expired(entry: Entry, now: int) -> bool:
+    return entry.expires_at is not None and entry.expires_at <= now
+
+
+def _contains(job: Job, n: int, old: Entry, has_draft: bool) -> bool:
+    """Whether a put serves all that an entry of its first n tokens does, so that the entry leaves the list."""
+    if old.entry_class != "normal" or not job.cuts.serves(n):
+        return False
+    return old.n_images == job.n_images == 0 and (job.draft is not None or not has_draft)
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Lets go of the arrays that the calls of an error's tracebacks held; where they were stays known."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        left += [one.__cause__, one.__context__]

@@ -1,0 +1,231 @@
+"""Files: written whole or not at all, read to their end, and the error that a failure becomes.
+
+    a regular file, or a new one   a temporary file in the same folder, fsync, rename, fsync of the folder
+    a symbolic link                the same for the file that it names; the link stays
+    /dev/stdout, /dev/fd/N         written to the descriptor that this process has
+    a device, a FIFO               opened and written to; nothing is replaced
+    a folder, a socket             refused
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from io import FileIO
+from typing import Any
+
+from ..errors import DiskFullError, KVStoreError, StoreIOError
+
+PRIVATE = 0o600  # what holds prompts is for its owner alone
+MAX_LINKS = 40
+_BINARY = getattr(os, "O_BINARY", 0)
+_NOT_A_TERMINAL = getattr(os, "O_NOCTTY", 0)
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class Sink:
+    """Writes bytes to a descriptor until all of them are written."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        if not view.nbytes:
+            return 0
+        left = view.cast("B")
+        while left:
+            left = left[os.write(self._fd, left) :]
+        return view.nbytes
+
+
+# -- what a path is
+
+
+def kind_of(path: str | os.PathLike[str]) -> str | None:
+    """What there is at a path that is not a regular file: "a directory", "a FIFO"; None for a file, and for nothing."""
+    try:
+        return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
+    except OSError:
+        return None
+
+
+def descriptor_of(path: str | os.PathLike[str]) -> int | None:
+    """The descriptor of this process that a path such as /dev/stdout or /dev/fd/3 names; None for any other path."""
+    if os.name == "nt":
+        return None
+    own = {"/dev/fd", os.path.realpath("/proc/self/fd")}
+    here = os.path.abspath(os.fspath(path))
+    for _ in range(MAX_LINKS):
+        folder, name = os.path.split(here)
+        folder = os.path.realpath(folder)
+        if name.isascii() and name.isdecimal() and folder in own:
+            return int(name)
+        try:
+            here = os.path.normpath(os.path.join(folder, os.readlink(os.path.join(folder, name))))
+        except OSError:
+            return None
+    return None
+
+
+def temporary_name(path: str) -> str:
+    """A new name in the folder of a file, for what will take the file's name; it fits where the name itself does."""
+    folder, name = os.path.split(os.path.abspath(path))
+    short = os.fsencode(name)[:200].decode("utf-8", "ignore")
+    return os.path.join(folder, f".{short}.{secrets.token_hex(6)}.tmp")
+
+
+# -- writing
+
+
+def atomic_write(
+    path: str | os.PathLike[str], *, sync: bool = True, temporary: str | None = None, replace: bool = True
+) -> AbstractContextManager[Sink]:
+    """Lends a Sink for the bytes of a file of mode 0600; the file is complete, and on the disk, or as it was.
+
+    What is not a regular file is written through (see the top of this module). A file of another owner that root replaces
+    keeps its owner. `sync=False`: the file need not survive a power cut. `temporary`: the name to use until it is complete.
+    `replace=False` raises FileExistsError where there is such a file. Raises OSError: see `error_of`.
+    """
+    path = os.fspath(path)
+    fd = descriptor_of(path)
+    if fd is not None:
+        return _borrowed(fd)
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        found = None
+    if found is not None and not stat.S_ISREG(found.st_mode):
+        return _through(path, stat.S_IFMT(found.st_mode))
+    target = os.path.realpath(path) if os.path.islink(path) else path
+    return _replaced(target, found, sync, temporary or temporary_name(target), replace)
+
+
+@contextmanager
+def _borrowed(fd: int) -> Iterator[Sink]:
+    os.fstat(fd)  # raises where it is closed
+    yield Sink(fd)
+
+
+@contextmanager
+def _through(path: str, kind: int) -> Iterator[Sink]:
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if kind == stat.S_IFSOCK:
+        raise OSError(errno.EOPNOTSUPP, "it is a socket", path)
+    fd = os.open(path, os.O_WRONLY | _BINARY | _NOT_A_TERMINAL)
+    try:
+        yield Sink(fd)
+        if kind == stat.S_IFBLK:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _replaced(
+    path: str, found: os.stat_result | None, sync: bool, temporary: str, replace: bool
+) -> Iterator[Sink]:
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, PRIVATE)
+        try:
+            if found is not None and hasattr(os, "geteuid") and os.geteuid() == 0:
+                with suppress(PermissionError):  # a container's root may not give files away
+                    os.fchown(fd, found.st_uid, found.st_gid)
+            yield Sink(fd)
+            if sync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        give_name(temporary, path, replace=replace)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    if sync:
+        fsync_dir(os.path.dirname(os.path.abspath(path)))
+
+
+def give_name(temporary: str, path: str, *, replace: bool) -> None:
+    """Gives a finished file its name. With replace=False raises FileExistsError where another file has that name."""
+    if replace:
+        os.replace(temporary, path)
+        return
+    try:
+        os.link(temporary, path)  # unlike a rename it takes no name that another process gave meanwhile
+    except FileExistsError:
+        raise
+    except (OSError, NotImplementedError) as error:  # a file system without second names
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
+        os.rename(temporary, path)
+    else:
+        os.unlink(temporary)
+
+
+def fsync_file(path: str) -> None:
+    fd = os.open(path, os.O_RDWR | _BINARY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_dir(folder: str) -> None:
+    """Makes the names in a folder durable."""
+    if os.name == "nt":  # directories cannot be opened there, and a rename is in the journal
+        return
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# -- reading
+
+
+def open_source(path: str | os.PathLike[str]) -> FileIO:
+    """Opens what is to be read: a file, a FIFO, a device, or a copy of a descriptor of this process. Raises OSError."""
+    fd = descriptor_of(path)
+    return FileIO(path, "rb") if fd is None else FileIO(os.dup(fd), "rb")
+
+
+# -- errors
+
+
+def error_of(
+    error: OSError,
+    path: str | os.PathLike[str],
+    doing: str = "write",
+    *,
+    kind: type[KVStoreError] = StoreIOError,
+    denied: type[KVStoreError] | None = None,
+) -> KVStoreError:
+    """The error of kvstore that one of the operating system is: `kind`, DiskFullError, or `denied` where it is given."""
+    path = os.fspath(path)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFullError(f"no room to {doing} {path}", hint="free some space on the disk", path=path)
+    denial = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    reason, hint = error.strerror or str(error), f"check the path and its permissions, then {doing} again"
+    target = os.path.realpath(path) if os.path.islink(path) else os.path.abspath(path)
+    folder = os.path.dirname(target)
+    if error.errno == errno.ENOENT and not os.path.isdir(folder):
+        reason, hint = f"the folder {folder} does not exist", "create the folder, or give another path"
+    elif error.errno == errno.ENOENT and doing == "read":
+        reason, hint = "there is no such file", "check the path"
+    elif error.errno == errno.EISDIR:
+        reason, hint = "it is a directory", "give the path of a file"
+    elif denial:
+        hint = "give a path in a folder that you can write" if doing != "read" else "give its user permission to read it"
+    return (denied if denial and denied else kind)(f"cannot {doing} {path}: {reason}", hint=hint, path=path)
