@@ -230,7 +230,7 @@ def test_killed_at_any_time_by_another_process(path: Path) -> None:
     code = (
         "import sys, os, random\n"
         "sys.path.insert(0, sys.argv[3])\n"
-        "from storekit import noise\nfrom kvstore import Store, blobs\n"
+        "from storekit import noise\nfrom kvstore import Store\nfrom kvstore.storage import blobs\n"
         "blobs.CHUNK_BYTES, blobs.BATCH_CHUNKS = 50_000, 3\n"
         "first, r = int(sys.argv[2]), random.Random(int(sys.argv[2]))\n"
         "with Store(sys.argv[1]) as s:\n"
