@@ -33,7 +33,7 @@ demo: $(VENV)/.demo
 	$(PY) -m kvstore.engines.demo
 
 test: $(VENV)/.test
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto --dist loadfile
 
 test-slow: $(VENV)/.test
 	$(PY) -m pytest -m slow
