@@ -71,8 +71,8 @@ class Environment:
         return done.stdout
 
     def documented(self, command: str, wheel: Path) -> None:
-        """Runs a command of the documentation, with the wheel for the name of this package."""
-        words = [re.sub(r"^[\w-]+\[encryption\]$", f"{wheel}[encryption]", word) for word in shlex.split(command)]
+        """Runs a command of the documentation, with the wheel for the checkout."""
+        words = [re.sub(r"^\.\[encryption\]$", f"{wheel}[encryption]", word) for word in shlex.split(command)]
         assert words[0] == "pip"
         self.pip(words[1:])
 
