@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from .. import __version__
-from . import care, change, look, move, run
+from . import admin, entries, inspect, serve, transfer
 from .base import Commands
 
 
@@ -19,10 +19,10 @@ def main() -> None:
 
 
 for _command in (
-    look.ls, look.show, look.tree, look.stats,
-    move.put, move.get, change.rm, change.set_, change.learn, change.gc,
-    care.verify, care.repair, care.migrate, move.export, move.import_, care.backup,
-    run.bench, run.demo, run.serve, run.completion,
+    inspect.ls, inspect.show, inspect.tree, inspect.stats,
+    transfer.put, transfer.get, entries.rm, entries.set_, entries.learn, entries.gc,
+    admin.verify, admin.repair, admin.migrate, transfer.export, transfer.import_, admin.backup,
+    serve.bench, serve.demo, serve.serve, serve.completion,
 ):  # fmt: skip
     main.add_command(_command)
 

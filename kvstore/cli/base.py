@@ -19,7 +19,7 @@ from click.shell_completion import CompletionItem
 from .. import Entry, InvalidInputError, KVStoreError, NotFoundError, Store, StoreIOError, operate
 from ..util import fsutil, units
 from ..util.printable import Formatter, json_text
-from . import screen
+from . import output
 
 F = TypeVar("F", bound=Callable[..., Any])
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell sees SIGINT and SIGPIPE
@@ -69,7 +69,7 @@ class Commands(click.Group):
                 _show(error)
         except (click.Abort, KeyboardInterrupt):
             code = INTERRUPTED
-            screen.note("interrupted")
+            output.note("interrupted")
         except _PipeClosed:
             code = BROKEN_PIPE
             # What is still buffered has nowhere to go when the interpreter ends.
@@ -91,16 +91,16 @@ def _show(error: click.ClickException) -> None:
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is not None:
         click.echo(f"{context.get_usage()}\nTry '{context.command_path} -h' for help.\n", err=True)
-    screen.note(f"Error: {error.format_message()}")
+    output.note(f"Error: {error.format_message()}")
 
 
 def _report(as_json: bool, facts: dict[str, Any], message: str, hint: str) -> None:
     if as_json:
         click.echo(json_text({"error": facts}, indent=None), err=True)
         return
-    screen.note(f"kvstore: {message}")
+    output.note(f"kvstore: {message}")
     if hint:
-        screen.note(f"hint: {hint}")
+        output.note(f"hint: {hint}")
 
 
 def example(*lines: str) -> str:
@@ -119,10 +119,10 @@ def complete_id(ctx: click.Context, param: click.Parameter, incomplete: str) -> 
             found = operate.find(store, incomplete, 200) if incomplete else list(latest)
     except (KVStoreError, KeyError, OSError):
         return []
-    return [CompletionItem(e.hex_id, help=f"{e.n_tokens} tokens  {screen.excerpt(e.excerpt)[:60]}") for e in found]
+    return [CompletionItem(e.hex_id, help=f"{e.n_tokens} tokens  {output.excerpt(e.excerpt)[:60]}") for e in found]
 
 
-def common(function: F) -> F:
+def common_options(function: F) -> F:
     """The store's path, --key-file and --json."""
     function = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")(function)
     function = click.option(
@@ -185,7 +185,7 @@ def _only(prefix: str, found: list[Entry]) -> Entry:
     if not found:
         raise NotFoundError(f"no entry {prefix}", hint="see `kvstore ls`", id=prefix)
     if len(found) > 1:
-        lines = [f"\n  {e.hex_id}  {e.n_tokens:,} tokens  {screen.excerpt(e.excerpt)[:50]}".rstrip() for e in found]
+        lines = [f"\n  {e.hex_id}  {e.n_tokens:,} tokens  {output.excerpt(e.excerpt)[:50]}".rstrip() for e in found]
         many = len(found) > MAX_COUNTED
         found = found[:MAX_COUNTED]
         more = f"\n  and {len(found) - MAX_CANDIDATES}{' or' * many} more" if len(found) > MAX_CANDIDATES else ""
@@ -267,7 +267,7 @@ def confirm(yes: bool, what: str) -> None:
     if not sys.stdin.isatty():
         usage(f"{what}: that needs --yes. Nothing was done")
     if not click.confirm(f"{what}. Go on?", err=True):
-        screen.note("nothing was done")
+        output.note("nothing was done")
         raise click.exceptions.Exit(1)
 
 

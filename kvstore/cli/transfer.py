@@ -32,19 +32,19 @@ from .. import (
 from ..operate import Exported
 from ..slotfile import SlotFile
 from ..util import fsutil
-from . import base, bundle, screen
+from . import archive, base, output
 
 
 def _results(entries: list[tuple[str, Entry]], as_json: bool) -> None:
     if as_json:
-        screen.data([{"file": name, **entry.as_dict()} for name, entry in entries])
+        output.data([{"file": name, **entry.as_dict()} for name, entry in entries])
         return
     if not entries:
         return
-    grid = screen.Grid("id", ">tokens", ">MiB", ">stored", "class", "parent", "file")
+    grid = output.Grid("id", ">tokens", ">MiB", ">stored", "class", "parent", "file")
     for name, e in entries:
         parent = "-" if e.parent is None else f"{e.parent:016x}"
-        grid.row(e.hex_id, f"{e.n_tokens:,}", screen.mib(e.size), screen.mib(e.stored), e.entry_class, parent, name)
+        grid.row(e.hex_id, f"{e.n_tokens:,}", output.mib(e.size), output.mib(e.stored), e.entry_class, parent, name)
     grid.show()
 
 
@@ -68,7 +68,7 @@ _fingerprint = click.option(
         "kvstore put cache.db state.raw --tokens '[1, 15043, 3186]'",
     )
 )
-@base.common
+@base.common_options
 @click.argument("files", nargs=-1, required=True, type=click.Path(allow_dash=True))
 @click.option("--tokens", help="The tokens of a raw state: a JSON list, or a file with one.")
 @click.option("--draft", type=click.Path(dir_okay=False), help="The state of the draft model, raw or a slot file.")
@@ -106,7 +106,7 @@ def put(
         base.open_store(
             store, key_file, create=True, readonly=False, fingerprint=fingerprint, min_saved_mib=min_saved
         ) as opened,
-        screen.progress("storing") as moved,
+        output.progress("storing") as moved,
     ):
         total = sum(os.path.getsize(n) for n in names if os.path.isfile(n))
         for name in names:
@@ -134,9 +134,9 @@ def _expand(files: tuple[str, ...]) -> Iterator[str]:
     """The files, and those of the folders, the shortest first: what others continue is there before them."""
     for name in files:
         if name != "-" and Path(name).is_dir():
-            found, others = bundle.slot_files(Path(name))
+            found, others = archive.slot_files(Path(name))
             for other in others:
-                screen.note(f"skipped {other}: not a slot or session file")
+                output.note(f"skipped {other}: not a slot or session file")
             yield from (str(path) for path in sorted(found, key=lambda path: path.stat().st_size))
         else:
             yield name
@@ -154,14 +154,14 @@ def _file(name: str, tokens: str | None) -> SlotFile:
 
 def _draft(name: str) -> Any:
     data = _read_file(name)
-    return slotfile.read(data).state if bytes(memoryview(data)[:4]) in bundle.MAGICS else data
+    return slotfile.read(data).state if bytes(memoryview(data)[:4]) in archive.MAGICS else data
 
 
 def _remark(name: str, file: SlotFile) -> None:
     try:
         layout.parse(file.state)
     except LayoutError:
-        screen.note(f"{name}: its layout is not understood, or it is cut short: stored whole, and served as a whole alone")
+        output.note(f"{name}: its layout is not understood, or it is cut short: stored whole, and served as a whole alone")
 
 
 @click.command(
@@ -169,7 +169,7 @@ def _remark(name: str, file: SlotFile) -> None:
         "kvstore get cache.db 3f2a slots/chat.bin", "kvstore get cache.db 3f2a - --format raw | sha256sum"
     )
 )
-@base.common
+@base.common_options
 @click.argument("id", shell_complete=base.complete_id)
 @click.argument("out", type=click.Path(allow_dash=True, dir_okay=False, readable=False))
 @click.option("--format", "form", type=click.Choice(["auto", "slot", "raw"]), default="auto", show_default=True,
@@ -196,7 +196,7 @@ def get(
         parts = _parts(opened, saved, form, n_tokens, draft)
     _write(out, parts)
     if as_json:
-        screen.data({**entry.as_dict(), "file": out, "file_bytes": sum(memoryview(p).nbytes for p in parts)})
+        output.data({**entry.as_dict(), "file": out, "file_bytes": sum(memoryview(p).nbytes for p in parts)})
 
 
 def _parts(opened: Store, saved: SavedState, form: str, n_tokens: int | None, draft: bool) -> list[bytes | memoryview]:
@@ -230,7 +230,7 @@ def _write(out: str, parts: list[bytes | memoryview]) -> None:
         "kvstore export cache.db --to - | ssh box kvstore import cache.db -",
     )
 )
-@base.common
+@base.common_options
 @click.argument("ids", nargs=-1, shell_complete=base.complete_id)
 @click.option("--to", "target", required=True, type=click.Path(allow_dash=True, readable=False),
               help='A folder, an archive (*.tar), or "-": an archive to stdout.')
@@ -245,7 +245,7 @@ def export(
     to_stdout = base.is_stdout(target)
     if to_stdout and as_json:
         base.usage("with --json the data needs a file")
-    archive = not to_stdout and _is_archive(target)
+    to_archive = not to_stdout and _is_archive(target)
     with ExitStack() as stack:
         opened = stack.enter_context(base.open_store(store, key_file))
         # Parents first: what is stored against one is imported after it.
@@ -255,21 +255,21 @@ def export(
         else:
             pages = (operate.listing(opened, shared=shared) for shared in (False, True))
             entries, total = chain.from_iterable(pages), opened.stats().size
-        moved = stack.enter_context(screen.progress("exporting"))
+        moved = stack.enter_context(output.progress("exporting"))
         skipped: list[dict[str, str]] = []
         items = _items(opened, entries, total, moved, skipped)
         if to_stdout:
-            n = bundle.to_tar(base.binary_stdout(), items)
-        elif archive:
+            n = archive.to_tar(base.binary_stdout(), items)
+        elif to_archive:
             n = _archive_to(target, items, force)
         else:
-            n = bundle.to_folder(Path(target), items)
+            n = archive.to_folder(Path(target), items)
     if as_json:
-        screen.data({"exported": n, "skipped": skipped, "to": target})
+        output.data({"exported": n, "skipped": skipped, "to": target})
     else:
-        screen.note(f"{screen.plural(n, 'entry', 'entries')} exported to {target}")
+        output.note(f"{output.plural(n, 'entry', 'entries')} exported to {target}")
     if skipped:
-        raise CorruptStoreError(f"{screen.plural(len(skipped), 'entry', 'entries')} could not be read")
+        raise CorruptStoreError(f"{output.plural(len(skipped), 'entry', 'entries')} could not be read")
 
 
 def _items(
@@ -284,7 +284,7 @@ def _items(
         try:
             item = operate.export(opened, entry.id)
         except KVStoreError as error:
-            screen.note(f"skipped {entry.hex_id}: {error.message}")
+            output.note(f"skipped {entry.hex_id}: {error.message}")
             skipped.append({"id": entry.hex_id, "message": error.message})
             continue
         if item is not None:
@@ -299,7 +299,7 @@ def _archive_to(target: str, items: Iterator[Exported], force: bool) -> int:
         raise InvalidInputError(f"{target} is there already", hint="give another name, or --force")
     try:
         with fsutil.atomic_write(target, replace=force) as out:
-            return bundle.to_tar(out, items)
+            return archive.to_tar(out, items)
     except FileExistsError:
         raise InvalidInputError(f"{target} is there already", hint="give another name, or --force") from None
     except KVStoreError:
@@ -327,7 +327,7 @@ def _is_archive(target: str) -> bool:
     "import",
     epilog=base.example("kvstore import cache.db backup/", "kvstore import cache.db two.tar slots/chat.bin"),
 )
-@base.common
+@base.common_options
 @click.argument("sources", nargs=-1, required=True, type=click.Path(allow_dash=True))
 @_fingerprint
 @_min_saved
@@ -350,7 +350,7 @@ def import_(
             for name, item in _sources(source):
                 if isinstance(item, KVStoreError):
                     failed.append((name, item))
-                    screen.note(f"skipped {name}: {item.message}")
+                    output.note(f"skipped {name}: {item.message}")
                     continue
                 if isinstance(item, SlotFile):
                     done.append((name, opened.put(item.tokens, item.state, head=slotfile.head_of(item))))
@@ -358,7 +358,7 @@ def import_(
                     continue
                 entry = operate.restore(opened, item)
                 if entry is None:
-                    screen.note(f"skipped {name}: it has expired")
+                    output.note(f"skipped {name}: it has expired")
                 else:
                     done.append((name, entry))
     _results(done, as_json)
@@ -384,14 +384,14 @@ def _sources(source: str) -> Iterator[tuple[str, Exported | SlotFile | KVStoreEr
 
 
 def _folder(path: Path) -> Iterator[tuple[str, Exported | SlotFile | KVStoreError]]:
-    found, _ = bundle.slot_files(path)
+    found, _ = archive.slot_files(path)
     if not found:
-        screen.note(f"{path} holds no export, and no slot file")
-    with screen.progress("importing") as moved:
+        output.note(f"{path} holds no export, and no slot file")
+    with output.progress("importing") as moved:
         total, at = sum(p.stat().st_size for p in found), 0
-        for file in sorted(found, key=bundle.order):
+        for file in sorted(found, key=archive.order):
             try:
-                item: Exported | SlotFile | KVStoreError = bundle.of_folder(file)
+                item: Exported | SlotFile | KVStoreError = archive.of_folder(file)
             except KVStoreError as error:
                 item = error
             yield str(file), item
@@ -404,16 +404,16 @@ def _stream(name: str, stream: Any, total: int) -> Iterator[tuple[str, Exported 
     start = b""
     while len(start) < 4 and (piece := stream.read(4 - len(start))):
         start += piece
-    if start not in bundle.MAGICS:
-        yield from _archive(name, bundle.joined(start, stream), total)
+    if start not in archive.MAGICS:
+        yield from _archive(name, archive.joined(start, stream), total)
     elif os.path.isfile(name) and fsutil.descriptor_of(name) is None:
-        yield name, bundle.of_folder(Path(name))
+        yield name, archive.of_folder(Path(name))
     else:
         yield name, slotfile.read(start + stream.read())
 
 
 def _archive(name: str, stream: BinaryIO, total: int) -> Iterator[tuple[str, Exported | KVStoreError]]:
-    with screen.progress("importing") as moved:
+    with output.progress("importing") as moved:
         at = 0
 
         def seen(n: int) -> None:
@@ -421,4 +421,4 @@ def _archive(name: str, stream: BinaryIO, total: int) -> Iterator[tuple[str, Exp
             at += n
             moved(at, total or at)
 
-        yield from bundle.of_tar(name, stream, seen)
+        yield from archive.of_tar(name, stream, seen)

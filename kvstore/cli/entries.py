@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 from .. import Entry, NotFoundError, Store, operate
-from . import base, screen
-from .look import family_of
+from . import base, output
+from .inspect import family_of
 
 
 @click.command(epilog=base.example("kvstore rm cache.db 3f2a 77b0", "kvstore rm cache.db --older 30d --dry-run"))
-@base.common
+@base.common_options
 @click.argument("ids", nargs=-1, shell_complete=base.complete_id)
 @click.option("--family", help="All entries of this family.")
 @click.option("--unused", is_flag=True, help="All entries never restored.")
@@ -53,7 +53,7 @@ def rm(
         if orphans and children is None:
             names = ", ".join(sorted(orphans)[:5])
             base.usage(
-                f"{screen.plural(len(orphans), 'entry is', 'entries are')} stored against these ({names}"
+                f"{output.plural(len(orphans), 'entry is', 'entries are')} stored against these ({names}"
                 f"{', ...' if len(orphans) > 5 else ''}): give --children keep or --children drop"
             )
         also = orphans if children == "drop" else []
@@ -69,11 +69,11 @@ def rm(
             if secure:
                 operate.wipe(opened)
     if as_json:
-        screen.data({"removed": removed, "dry_run": dry_run})
+        output.data({"removed": removed, "dry_run": dry_run})
     else:
         for text in removed:
             click.echo(text)
-        screen.note(f"{screen.plural(len(removed), 'entry', 'entries')} {'would be ' if dry_run else ''}removed")
+        output.note(f"{output.plural(len(removed), 'entry', 'entries')} {'would be ' if dry_run else ''}removed")
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class _Going:
         return (
             (self.family is None or e.family == self.family)
             and not (self.unused and e.hits)
-            and (self.older is None or screen.seconds_since(e.last_used) >= self.older)
+            and (self.older is None or output.seconds_since(e.last_used) >= self.older)
             and e.entry_class == (self.entry_class or "normal")
         )
 
@@ -133,7 +133,7 @@ class _Going:
 
 
 @click.command("set", epilog=base.example("kvstore set cache.db 3f2a --class pinned", "kvstore set cache.db 3f2a --ttl 7d"))
-@base.common
+@base.common_options
 @click.argument("ids", nargs=-1, required=True, shell_complete=base.complete_id)
 @click.option("--class", "entry_class", type=click.Choice(["normal", "learned", "pinned"]))
 @click.option("--ttl", type=base.Duration(never=True), help="Expires after this from now: 90s, 15min, 12h, 7d, or never.")
@@ -148,18 +148,18 @@ def set_(
             opened.set(e.id, entry_class=entry_class, source="admin", ttl=ttl) for e in base.find(opened, ids)
         ]
     if as_json:
-        screen.data([e.as_dict() for e in changed])
+        output.data([e.as_dict() for e in changed])
         return
-    grid = screen.Grid("id", "class", "expires")
+    grid = output.Grid("id", "class", "expires")
     for e in changed:
-        grid.row(e.hex_id, e.entry_class, screen.expiry(e))
+        grid.row(e.hex_id, e.entry_class, output.expiry(e))
     grid.show()
 
 
 @click.command(
     epilog=base.example("kvstore learn cache.db 3f2a --n-tokens 1024", "kvstore learn cache.db --tokens prefix.json")
 )
-@base.common
+@base.common_options
 @click.argument("id", required=False, shell_complete=base.complete_id)
 @click.option("--n-tokens", type=click.IntRange(1), help="How many of its tokens; without it all.")
 @click.option("--tokens", help="The prefix itself: a JSON list, or a file with one.")
@@ -199,17 +199,17 @@ def learn(
     if found is None:
         raise NotFoundError(f"entry {learned.hex_id} is gone", id=learned.hex_id)
     if as_json:
-        screen.data({**found.as_dict(), "shared": [e.hex_id for e in shared], "saved_bytes": saved})
+        output.data({**found.as_dict(), "shared": [e.hex_id for e in shared], "saved_bytes": saved})
         return
     click.echo(found.hex_id)
-    screen.note(
-        f"learned {screen.plural(found.n_tokens, 'token')}, {screen.mib(found.size)} MiB; "
-        f"{screen.plural(len(shared), 'entry is', 'entries are')} now stored against it, which saves {screen.mib(saved)} MiB"
+    output.note(
+        f"learned {output.plural(found.n_tokens, 'token')}, {output.mib(found.size)} MiB; "
+        f"{output.plural(len(shared), 'entry is', 'entries are')} now stored against it, which saves {output.mib(saved)} MiB"
     )
 
 
 @click.command(epilog=base.example("kvstore gc cache.db", "kvstore gc cache.db --max-size 2G", "kvstore gc cache.db --secure"))
-@base.common
+@base.common_options
 @click.option("--secure", is_flag=True, help="Also wipe what was deleted before: the file is written anew.")
 @click.option("--max-size", type=base.Size(),
               help="Also remove the least recently used until the file has at most this size: 500M, 2G, 1.5T.")
@@ -223,12 +223,12 @@ def gc(store: str, key_file: str | None, as_json: bool, secure: bool, max_size: 
         after = opened.stats().file_bytes
     if as_json:
         gone = [f"{id:016x}" for id in removed]
-        screen.data({"removed": gone, "bytes_before": before, "bytes_after": after, "wiped": secure})
+        output.data({"removed": gone, "bytes_before": before, "bytes_after": after, "wiped": secure})
         return
-    screen.pairs(
+    output.pairs(
         [
-            ("removed" if max_size is not None else "expired", screen.plural(len(removed), "entry", "entries")),
-            ("file", f"{screen.mib(after)} MiB, {screen.mib(before)} before"),
+            ("removed" if max_size is not None else "expired", output.plural(len(removed), "entry", "entries")),
+            ("file", f"{output.mib(after)} MiB, {output.mib(before)} before"),
             *([("wiped", "nothing that was deleted is left in the file")] if secure else []),
         ]
     )
