@@ -16,16 +16,16 @@ import os
 import stat
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from .errors import SlotFileError, StoreIOError
-from .layout.reader import Blob, as_bytes
-from .types import Bytes, Tokens
+from .types import Blob, Bytes, Tokens
 from .util import fsutil
+from .util.buffers import as_u8
 
 Kind: TypeAlias = Literal["slot file", "session file"]
 
@@ -70,6 +70,10 @@ class SlotFile:
     kind: Kind = "slot file"
     padding: bytes = b""
 
+    def header(self) -> bytes:
+        """The bytes of the file before its state. Raises SlotFileError where the values cannot be written."""
+        return head_bytes(self.kind, self.version, self.tokens, self.packed, self.media, self.padding)
+
 
 class Head(NamedTuple):
     """All of a file but its state: `state_at` is the offset of the state."""
@@ -90,7 +94,7 @@ def read(path_or_bytes: str | os.PathLike[str] | Blob) -> SlotFile:
     the file cannot be read, is of another kind, or ends inside its token list.
     """
     is_path = isinstance(path_or_bytes, (str, os.PathLike))
-    data = load(path_or_bytes) if is_path else as_bytes(path_or_bytes)
+    data = load(path_or_bytes) if is_path else as_u8(path_or_bytes)
     head = read_head(data)
     return SlotFile(
         tokens=head.tokens,
@@ -193,26 +197,22 @@ def head_bytes(
     return _HEAD.pack(_MAGICS[kind], version, len(words) // 4) + words
 
 
-def _head_of(file: SlotFile) -> bytes:
-    return head_bytes(file.kind, file.version, file.tokens, file.packed, file.media, file.padding)
-
-
 def head_of(file: SlotFile) -> bytes:
     """The header of the file with its tokens cut out: what a store keeps to write the same file again."""
-    return head_bytes(file.kind, file.version, (), file.packed, file.media, file.padding)
+    return replace(file, tokens=np.empty(0, np.int32)).header()
 
 
 def with_head(head: Blob | None, tokens: Any, state: Any) -> SlotFile:
     """The file of a header that `head_of` gave; None: a slot file of version 2 with a plain list of tokens."""
     if head is None:
         return SlotFile(tokens, state)
-    found = read_head(as_bytes(head))
+    found = read_head(as_u8(head))
     return SlotFile(tokens, state, found.version, found.packed, found.media, found.kind, found.padding)
 
 
 def to_bytes(file: SlotFile) -> bytes:
     """The file's bytes: those it was read from. Raises SlotFileError where the values cannot be written."""
-    return b"".join((_head_of(file), as_bytes(file.state).data))
+    return b"".join((file.header(), as_u8(file.state).data))
 
 
 def write(path: str | os.PathLike[str], file: SlotFile) -> None:
@@ -222,7 +222,7 @@ def write(path: str | os.PathLike[str], file: SlotFile) -> None:
     takes the name once it is synced. A symbolic link stays, and its target is replaced; a device or a FIFO is written to.
     Raises SlotFileError, or DiskFullError; then the directory is as it was.
     """
-    write_parts(path, [_head_of(file), as_bytes(file.state).data])
+    write_parts(path, [file.header(), as_u8(file.state).data])
 
 
 def write_parts(path: str | os.PathLike[str], parts: Iterable[bytes | memoryview]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+Blob: TypeAlias = Any  # bytes, memoryview, mmap, numpy array: anything with a C-contiguous buffer
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Tokens: TypeAlias = npt.NDArray[np.int32]
 EntryClass: TypeAlias = Literal["normal", "learned", "pinned"]

@@ -24,7 +24,7 @@ FLOORS: list[set[str]] = [
 MOST_MODULES = 14  # directly in kvstore/
 # What the users of the face may name beside its public names: where these are defined, and the helpers that are shared with it.
 FACE = {"", "bkvd", "errors", "layout", "meta", "operate", "slotfile", "storage.schema", "store", "types", "util.fsutil",
-        "util.hashing", "util.printable", "util.units"}
+        "util.buffers", "util.hashing", "util.printable", "util.units"}
 ALONE = {
     "aiohttp": {"engines.proxy.http_client"},
     "apsw": {"storage.db"},

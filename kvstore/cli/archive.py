@@ -53,11 +53,10 @@ def parts_of(item: Exported) -> dict[str, list[bytes | memoryview]]:
         "from_file": item.head is not None,
         "draft": item.draft is not None,
     }
-    head = slotfile.head_bytes(file.kind, file.version, file.tokens, file.packed, file.media, file.padding)
     parts: dict[str, list[bytes | memoryview]] = {
         ".json": [json.dumps(facts, ensure_ascii=False, indent=2).encode() + b"\n"],
         ".meta": [item.block.pack()],
-        ".bin": [head, item.main.data],
+        ".bin": [file.header(), item.main.data],
     }
     if item.draft is not None:
         parts[".draft"] = [item.draft.data]

@@ -210,7 +210,7 @@ def _parts(opened: Store, saved: SavedState, form: str, n_tokens: int | None, dr
     file = slotfile.with_head(head, saved.tokens, saved.main)
     if n_tokens is not None and file.media:
         file = replace(file, media=tuple(m for m in file.media if m.start < n_tokens), padding=b"")
-    return [slotfile.head_bytes(file.kind, file.version, file.tokens, file.packed, file.media, file.padding), saved.main.data]
+    return [file.header(), saved.main.data]
 
 
 def _write(out: str, parts: list[bytes | memoryview]) -> None:
