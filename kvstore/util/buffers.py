@@ -38,8 +38,7 @@ def common_prefix_length(a: Tokens, b: Tokens) -> int:
     while at < n:
         differs = a[at : min(at + step, n)] != b[at : min(at + step, n)]
         if differs.any():
-            first: int = differs.argmax()
-            return at + int(first)
+            return at + int(np.flatnonzero(differs)[0])
         at += step
         step *= 4
     return n
