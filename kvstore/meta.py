@@ -1,4 +1,4 @@
-"""The meta block: what a store knows of an entry, in 512 bytes, little-endian.
+"""The meta block: the meta of an entry in 512 bytes, little-endian.
 
     at     type   field
     0      u64    id
@@ -45,10 +45,9 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class MetaBlock:
-    """One entry's meta. Times are unix seconds, `ttl` seconds; None = never, none.
+    """The meta of one entry. Times are unix seconds, `ttl` is seconds; None means never.
 
-    `problems` says what `unpack` found odd and replaced (unknown class or source, for instance); it is not packed, and
-    takes no part in comparisons.
+    `problems` lists the values that `unpack` replaced, an unknown class for instance. It is not packed and not compared.
     """
 
     id: int
@@ -68,7 +67,7 @@ class MetaBlock:
     problems: tuple[str, ...] = field(default=(), compare=False)
 
     def pack(self) -> bytes:
-        """The block, 512 bytes; the excerpt is cleaned and cut. Raises InvalidInputError for a value out of range."""
+        """The block, 512 bytes; the excerpt is cleaned and truncated. Raises InvalidInputError if a value is out of range."""
         if self.entry_class not in CLASSES:
             raise InvalidInputError(f"class {self.entry_class!r} must be one of {', '.join(CLASSES)}")
         if self.source not in SOURCES:
@@ -102,10 +101,10 @@ class MetaBlock:
 
     @classmethod
     def unpack(cls, block: Blob) -> MetaBlock:
-        """The meta in a block (bytes-like). Raises MetaBlockError where it is not 512 bytes, and for nothing else."""
+        """Reads a block (bytes-like). Raises MetaBlockError if it is not 512 bytes, and no other error."""
         data = bytes(memoryview(block))
         if len(data) != BLOCK_BYTES:
-            raise MetaBlockError(f"a meta block has 512 bytes, this one {len(data)}", size=len(data))
+            raise MetaBlockError(f"a meta block has 512 bytes, this one has {len(data)}", size=len(data))
         problems = []
         (
             id,
@@ -158,14 +157,14 @@ class MetaBlock:
 
 
 def clean_excerpt(text_or_bytes: str | Blob, limit: int = MAX_EXCERPT) -> str:
-    """The text as an excerpt: at most `limit` bytes of valid UTF-8 without control characters, whole characters only.
+    """The text as an excerpt: at most `limit` bytes of valid UTF-8, cut between characters.
 
-    What is not valid becomes U+FFFD, a control character a space.
+    Invalid bytes become U+FFFD, control characters become spaces.
     """
     if isinstance(text_or_bytes, str):
         text = text_or_bytes[:limit]
     else:
-        # 4 more, so that a character cut here lies beyond the limit.
+        # 4 bytes more, so that a character truncated here lies beyond the limit.
         text = bytes(memoryview(text_or_bytes)[: limit + 4]).decode("utf-8", "replace")
     return _clean(text).encode()[:limit].decode("utf-8", "ignore")
 

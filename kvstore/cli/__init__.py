@@ -1,4 +1,4 @@
-"""The `kvstore` command. Data goes to stdout, remarks and errors to stderr; exit codes are those of `kvstore.errors`."""
+"""The `kvstore` command. Data is written to stdout, notes and errors to stderr; `kvstore.errors` lists the exit codes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .base import Commands
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="kvstore")
 def main() -> None:
-    """Look into, fill and look after a store of LLM sequence states.
+    """Inspect, fill and maintain a store of LLM sequence states.
 
-    Ids may be shortened, as long as they are unique. Every command takes --json.
+    Ids can be shortened as long as they are unique. Every command takes --json.
     """
 
 

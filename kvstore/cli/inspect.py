@@ -1,4 +1,4 @@
-"""Commands that look: ls, show, tree, stats. They read, also while others write."""
+"""Commands that inspect a store: ls, show, tree, stats. They only read, and work while other processes write."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def family_of(text: str | None) -> int | None:
 @click.option("--unused", is_flag=True, help="Only entries never restored.")
 @click.option("--sort", type=click.Choice(list(SORTS)), default="used", show_default=True)
 @click.option("-n", "--limit", type=click.IntRange(1), help="Show at most this many entries.")
-@click.option("--full-ids", is_flag=True, help="All 16 digits, as in a pipe.")
-@click.option("--watch", is_flag=True, help="Follow a store in use, until Ctrl-C.")
+@click.option("--full-ids", is_flag=True, help="Show all 16 digits of ids, as in a pipe.")
+@click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
 @click.option("--every", type=base.seconds(0.05), default=1.0, show_default=True,
-              help="Time between looks: 2 (seconds), 500ms, 1min.")
+              help="Interval of --watch: 2 (seconds), 500ms, 1min.")
 def ls(
     store: str,
     key_file: str | None,
@@ -56,7 +56,7 @@ def ls(
     watch: bool,
     every: float,
 ) -> None:
-    """List the entries of STORE, the last used first."""
+    """List the entries of STORE, the most recently used first."""
     number = family_of(family)
 
     def look(opened: Store, most: int | None = None) -> list[Entry]:
@@ -77,7 +77,7 @@ def ls(
 
 def _table(entries: list[Entry], full_ids: bool) -> output.Grid:
     width = 16 if full_ids or not sys.stdout.isatty() else base.id_width(entries)
-    # Half a line of a terminal of 80 columns is for the text.
+    # In a terminal of 80 columns, half of a line is for the excerpt.
     narrow = sys.stdout.isatty() and output.terminal_width() < NARROW
     more = [] if narrow else [">hits", "expires", "parent"]
     grid = output.Grid("id", ">tokens", ">MiB", ">stored", "class", "used", *more, "excerpt")
@@ -123,16 +123,16 @@ def _watch(
                 live.update(Group(summary(), Text(""), _table(rows, full_ids).table), refresh=True)
                 time.sleep(every)
     except KeyboardInterrupt:
-        return  # how it is meant to end
+        return  # the normal end of --watch
 
 
 @click.command(epilog=base.example("kvstore show cache.db 3f2a", "kvstore show cache.db 3f2a --layout"))
 @base.common_options
 @click.argument("id", shell_complete=base.complete_id)
-@click.option("--layout", "with_layout", is_flag=True, help="Also read its state, and say how it is laid out.")
-@click.option("--tokens", "with_tokens", is_flag=True, help="Also its tokens.")
+@click.option("--layout", "with_layout", is_flag=True, help="Also read the state and show its layout.")
+@click.option("--tokens", "with_tokens", is_flag=True, help="Also show its tokens.")
 def show(store: str, key_file: str | None, as_json: bool, id: str, with_layout: bool, with_tokens: bool) -> None:
-    """Show all that is known of an entry."""
+    """Show everything that the store knows about an entry."""
     with base.open_store(store, key_file) as opened:
         (entry,) = base.find(opened, [id])
         fingerprint, head = operate.fingerprint(opened, entry.id), operate.head(opened, entry.id)
@@ -157,7 +157,7 @@ def show(store: str, key_file: str | None, as_json: bool, id: str, with_layout: 
             facts["layout"] = layout.parse(item.main).as_dict()
         except LayoutError as error:
             facts["layout"] = None
-            output.note(f"its layout is not understood: {error.message}")
+            output.note(f"the layout of its state is not understood: {error.message}")
     if as_json:
         output.data(facts)
         return
@@ -174,7 +174,7 @@ def show(store: str, key_file: str | None, as_json: bool, id: str, with_layout: 
         ("used", f"{output.date(entry.last_used)}, {output.age(entry.last_used)}, {output.plural(entry.hits, 'hit')}"),
         ("expires", output.expiry(entry)),
         ("family", f"{entry.family:016x}"),
-        ("input", f"{output.plural(entry.n_input, 'token')} of the request that made it"),
+        ("input", f"{output.plural(entry.n_input, 'token')} in the request that created it"),
         ("fingerprint", fingerprint or "-"),
         ("came in", "no file" if came is None else f"a {came['kind']}, version {came['version']}"),
         ("excerpt", output.excerpt(entry.excerpt) or "-"),
@@ -188,7 +188,7 @@ def show(store: str, key_file: str | None, as_json: bool, id: str, with_layout: 
 
 def _show_layout(found: dict[str, Any]) -> None:
     click.echo()
-    rows = [("envelope", found["envelope"]), ("can be cut", "at any token" if found["can_crop"] else "no")]
+    rows = [("envelope", found["envelope"]), ("can be cropped", "at any token" if found["can_crop"] else "no")]
     if found["checkpoints"]:
         rows.append(("checkpoints", ", ".join(map(str, found["checkpoints"]))))
     for part in found["parts"]:
@@ -202,9 +202,9 @@ def _show_layout(found: dict[str, Any]) -> None:
 @base.common_options
 @click.option("--family", help="Only this family (16 hex digits).")
 def tree(store: str, key_file: str | None, as_json: bool, family: str | None) -> None:
-    """Draw the prefixes of STORE with what is stored against them.
+    """Draw the prefixes of STORE with the entries that are stored against them.
 
-    Sizes in MiB: as put, as stored, and what sharing saves.
+    Sizes are in MiB: as put, as stored, and saved by sharing.
     """
     with base.open_store(store, key_file) as opened:
         entries = list(opened.entries(family=family_of(family)))
@@ -212,7 +212,7 @@ def tree(store: str, key_file: str | None, as_json: bool, family: str | None) ->
     known = {e.id for e in entries}
     for e in sorted(entries, key=lambda e: (e.family, e.n_tokens, e.id)):
         children[e.parent if e.parent in known else None].append(e)
-    # Those that share come first, the largest saving at the top.
+    # Prefixes with children come first, the largest saving at the top.
     roots = sorted(children[None], key=lambda e: (-sum(c.size - c.stored for c in children[e.id]), -e.size))
     if as_json:
         output.data([{**e.as_dict(), "children": [c.as_dict() for c in children[e.id]]} for e in roots])
@@ -248,7 +248,7 @@ def _leaf(e: Entry, width: int, children: list[Entry]) -> Text:
 @click.command(epilog=base.example("kvstore stats cache.db"))
 @base.common_options
 def stats(store: str, key_file: str | None, as_json: bool) -> None:
-    """Say what STORE holds, what it saves, and how it was used."""
+    """Show what STORE holds, how much sharing saves, and how it was used."""
     with base.open_store(store, key_file) as opened:
         found = opened.stats()
     if as_json:

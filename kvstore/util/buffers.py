@@ -33,12 +33,12 @@ def as_u8(data: Any, what: str = "the blob") -> Bytes:
 
 def common_prefix_length(a: Tokens, b: Tokens) -> int:
     """The number of leading tokens that are equal in both lists."""
-    n = min(a.shape[0], b.shape[0])
+    n = int(min(a.shape[0], b.shape[0]))
     at, step = 0, _FIRST_STEP
     while at < n:
         differs = a[at : min(at + step, n)] != b[at : min(at + step, n)]
         if differs.any():
-            return at + int(np.flatnonzero(differs)[0])
+            return at + int(differs.argmax())
         at += step
         step *= 4
     return n
