@@ -50,13 +50,14 @@ from . import layout
 from ._native import ffi, lib
 from .errors import DeltaError, InvalidInputError, LayoutError
 from .types import Bytes, Delta, Section, Stream
+from .util.buffers import as_u8
+from .util.validate import U64, check_int
 
 MAGIC = 0x44564B42
 VERSION = 1
 MIN_SAVED = 16 << 20
 
 _HEADER = struct.Struct("<IIQQQQI")
-_U64 = 0xFFFFFFFFFFFFFFFF
 _PAGE = 1 << 16  # a multiple of every system's page size
 
 Run: TypeAlias = npt.NDArray[np.uint64]
@@ -72,24 +73,24 @@ _MESSAGES = {
 
 def is_delta(blob: Any) -> bool:
     """Whether `blob` starts with the full header of a delta of version 1."""
-    return _header(_bytes(blob, "blob")) is not None
+    return _header(as_u8(blob, "blob")) is not None
 
 
 def parent_id(blob: Any) -> int:
     """The id of the parent that a delta was written against; 0 where `blob` is no delta."""
-    header = _header(_bytes(blob, "blob"))
+    header = _header(as_u8(blob, "blob"))
     return 0 if header is None else header[0]
 
 
 def size(blob: Any) -> int:
     """Bytes of the state that a delta says it decodes to (a claim until decoded); 0 where `blob` is no delta."""
-    header = _header(_bytes(blob, "blob"))
+    header = _header(as_u8(blob, "blob"))
     return 0 if header is None else header[3]
 
 
 def sample_hash(blob: Any) -> int:
     """The parent hash of the format, of a whole state."""
-    data = _bytes(blob, "blob")
+    data = as_u8(blob, "blob")
     with ffi.from_buffer("uint8_t[]", data) as p:
         return int(lib.kv_sample_hash(p, data.size))
 
@@ -110,10 +111,8 @@ def encode(
     `parent_hash` is `sample_hash(parent)` where the caller has it. InvalidInputError: an input that is not bytes-like
     or not contiguous, or a number out of range.
     """
-    child, parent = _bytes(child, "child"), _bytes(parent, "parent")
-    id_, saved = _u64(parent_id, "parent_id"), _index(min_saved, "min_saved")
-    if saved < 0:
-        raise InvalidInputError(f"min_saved is {saved}, below 0")
+    child, parent = as_u8(child, "child"), as_u8(parent, "parent")
+    id_, saved = check_int(parent_id, "parent_id", 0, U64), check_int(min_saved, "min_saved", 0)
     limit = child.size - saved
     if not child.size or not parent.size or limit < _HEADER.size or child[:4].tobytes() == b"BKVD":
         return None
@@ -133,7 +132,7 @@ def encode(
         hash_ = ahead.result() if ahead is not None else parent_hash
     if encoded is None or encoded.shared < saved:
         return None
-    hash_ = sample_hash(parent) if hash_ is None else _u64(hash_, "parent_hash")
+    hash_ = sample_hash(parent) if hash_ is None else check_int(hash_, "parent_hash", 0, U64)
     header = _HEADER.pack(MAGIC, VERSION, id_, parent.size, hash_, child.size, encoded.n_ops)
     encoded.data[: _HEADER.size] = np.frombuffer(header, np.uint8)
     return encoded
@@ -146,11 +145,11 @@ def decode(delta: Any, parent: Any, parent_id: int, out: Any = None, *, parent_h
     DeltaError: the delta is not valid, or of another parent. InvalidInputError: `out` is not of the state's size, or
     shares memory with an input. MemoryError: there is no room for the state.
     """
-    data = _bytes(delta, "delta")
+    data = as_u8(delta, "delta")
     header = _header(data)
     if header is None:
         raise DeltaError("not a shared state")
-    base = np.empty(0, np.uint8) if parent is None else _bytes(parent, "parent")
+    base = np.empty(0, np.uint8) if parent is None else as_u8(parent, "parent")
     if (
         parent is None
         or header[0] != parent_id
@@ -178,7 +177,7 @@ def _output(out: Any, n: int, inputs: tuple[Bytes, ...]) -> Bytes:
             return np.empty(n, np.uint8)
         except (MemoryError, ValueError, OverflowError) as error:
             raise MemoryError(f"no room for a state of {n} bytes") from error
-    target = _bytes(out, "out")
+    target = as_u8(out, "out")
     if target.size != n:
         raise InvalidInputError(f"out has {target.size} bytes, the state has {n}", given=target.size, needed=n)
     if not target.flags.writeable:
@@ -186,33 +185,6 @@ def _output(out: Any, n: int, inputs: tuple[Bytes, ...]) -> Bytes:
     if any(np.may_share_memory(target, data) for data in inputs):
         raise InvalidInputError("out shares memory with the delta or its parent")
     return target
-
-
-def _bytes(blob: Any, name: str) -> Bytes:
-    """`blob` as uint8, shape (n,), without a copy."""
-    if isinstance(blob, np.ndarray) and blob.dtype == np.uint8 and blob.ndim == 1 and blob.flags.c_contiguous:
-        return blob
-    try:
-        view = memoryview(blob)
-    except (TypeError, ValueError, BufferError) as error:
-        raise InvalidInputError(f"{name} is not bytes-like: {type(blob).__name__}") from error
-    if not view.c_contiguous:
-        raise InvalidInputError(f"{name} is not contiguous")
-    return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
-
-
-def _index(value: Any, name: str) -> int:
-    try:
-        return int(value.__index__())
-    except AttributeError as error:
-        raise InvalidInputError(f"{name} is no integer: {type(value).__name__}") from error
-
-
-def _u64(value: Any, name: str) -> int:
-    number = _index(value, name)
-    if not 0 <= number <= _U64:
-        raise InvalidInputError(f"{name} is {number}, not an unsigned 64-bit integer")
-    return number
 
 
 def _header(data: Bytes) -> tuple[int, int, int, int] | None:

@@ -1,7 +1,7 @@
 """Every exception of kvstore, as one table.
 
 Each class has a stable `code` (for JSON and logs), a process `exit_code` (for the command), `retry` (whether the same
-call may succeed later without anyone doing anything) and a default `hint` that says what to do. Facts are keyword
+call may succeed later without any change) and a default `hint` that says what to do. Facts are keyword
 arguments and become attributes. A miss is not an error: it is `None`.
 """
 
@@ -36,19 +36,19 @@ class KVStoreError(Exception):
 
 
 class InvalidInputError(KVStoreError, ValueError):
-    """An argument that no store could accept: an empty state, tokens that are no int32, an unknown class."""
+    """An invalid argument: an empty state, tokens that do not fit int32, an unknown class."""
 
     code, exit_code = "invalid_input", 2
 
 
 class NotFoundError(KVStoreError, LookupError):
-    """No entry has this id (only where a call needs one: `get` and `entry` give None)."""
+    """No entry has this id. Only calls that need an entry raise this; `get` and `entry` return None."""
 
     code, exit_code = "not_found", 3
 
 
 class LayoutError(KVStoreError, ValueError):
-    """A state whose layout is not understood, or cannot do what was asked. Such a state is stored whole."""
+    """The layout of a state is not understood, or does not allow what was asked."""
 
     code, exit_code = "layout", 4
 
@@ -60,13 +60,13 @@ class DeltaError(KVStoreError, ValueError):
 
 
 class SlotFileError(KVStoreError, ValueError):
-    """A file that is no slot, sequence or session file of llama.cpp, or is cut short."""
+    """The file is not a slot, sequence or session file of llama.cpp, or is truncated."""
 
     code, exit_code = "slot_file", 6
 
 
 class MetaBlockError(KVStoreError, ValueError):
-    """A meta block that is not 512 bytes."""
+    """The meta block is not 512 bytes."""
 
     code, exit_code = "meta_block", 7
 
@@ -99,21 +99,21 @@ class ReadOnlyError(KVStoreError):
 
 
 class NotAStoreError(KVStoreError):
-    """The file is no kvstore: foreign SQLite file, or no SQLite file at all. It was not touched."""
+    """The file is not a kvstore: it belongs to another program, or is not an SQLite file. It was not changed."""
 
     code, exit_code = "not_a_store", 14
     hint = "give the path of a kvstore file, or of a file that does not exist yet"
 
 
 class NewerStoreError(KVStoreError):
-    """The file was written by a newer kvstore. It was not touched."""
+    """The file was written by a newer kvstore. It was not changed."""
 
     code, exit_code = "newer_store", 15
     hint = "upgrade kvstore, or use another file"
 
 
 class CorruptStoreError(KVStoreError):
-    """SQLite says that the file is damaged."""
+    """The file is damaged."""
 
     code, exit_code = "corrupt", 16
     hint = "`kvstore verify` names what is damaged, `kvstore repair --salvage` copies what can be read"
@@ -127,7 +127,7 @@ class UnsafeFilesystemError(KVStoreError):
 
 
 class MigrationError(KVStoreError):
-    """An upgrade that could not be done; the old store is as it was."""
+    """The upgrade failed; the old store is as it was."""
 
     code, exit_code = "migration", 18
 
@@ -139,10 +139,9 @@ class WrongKeyError(KVStoreError):
 
 
 class WriteBehindError(KVStoreError):
-    """A put in write-behind mode failed after it had returned (facts: ids). Those entries are gone.
+    """A put in write-behind mode failed after it had returned (facts: ids). Those entries are lost.
 
-    Raised once, by the next call that is not a read of one entry (get, match, entry): those leave the report to whoever puts
-    or flushes.
+    Raised once, by the next call that is not `get`, `match` or `entry`.
     """
 
     code, exit_code = "write_behind", 20
@@ -156,7 +155,7 @@ class ClosedError(KVStoreError):
 
 
 class ForkedError(KVStoreError):
-    """The store was opened by the parent of this process; SQLite's connections do not survive a fork."""
+    """The store was opened before this process was forked; connections of SQLite do not survive a fork."""
 
     code, exit_code = "forked", 22
     hint = "open the Store in the child, after the fork"
@@ -169,5 +168,5 @@ class StoreIOError(KVStoreError, OSError):
 
 
 def extra(name: str) -> str:
-    """The hint that tells how to install an optional part."""
+    """The hint that says how to install an optional part."""
     return f"in a checkout of kvstore: pip install '.[{name}]' (once it is published: 'llama-kvstore[{name}]')"

@@ -1,4 +1,4 @@
-"""The meta block: what a store knows of an entry, in 512 bytes, little-endian.
+"""The meta block: the meta of an entry in 512 bytes, little-endian.
 
     at     type   field
     0      u64    id
@@ -28,11 +28,10 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass, field
-from typing import Any
 
 from .errors import InvalidInputError, MetaBlockError
-from .layout.reader import Blob
-from .types import CLASSES, SOURCES, EntryClass, Source
+from .types import CLASSES, SOURCES, Blob, EntryClass, Source
+from .util.validate import I64, U64, check_int
 
 BLOCK_BYTES = 512
 EXCERPT_AT = 74
@@ -42,16 +41,13 @@ _FIELDS = struct.Struct("<Q5B3xqqqqQQqH")
 _PARENT = struct.Struct("<Q")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_U64 = (0, (1 << 64) - 1)
-_I64 = (-(1 << 63), (1 << 63) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class MetaBlock:
-    """One entry's meta. Times are unix seconds, `ttl` seconds; None = never, none.
+    """The meta of one entry. Times are unix seconds, `ttl` is seconds; None means never.
 
-    `problems` says what `unpack` found odd and replaced (unknown class or source, for instance); it is not packed, and
-    takes no part in comparisons.
+    `problems` lists the values that `unpack` replaced, an unknown class for instance. It is not packed and not compared.
     """
 
     id: int
@@ -71,44 +67,44 @@ class MetaBlock:
     problems: tuple[str, ...] = field(default=(), compare=False)
 
     def pack(self) -> bytes:
-        """The block, 512 bytes; the excerpt is cleaned and cut. Raises InvalidInputError for a value out of range."""
+        """The block, 512 bytes; the excerpt is cleaned and truncated. Raises InvalidInputError if a value is out of range."""
         if self.entry_class not in CLASSES:
-            raise InvalidInputError(f"class {self.entry_class!r} is none of {', '.join(CLASSES)}")
+            raise InvalidInputError(f"class {self.entry_class!r} must be one of {', '.join(CLASSES)}")
         if self.source not in SOURCES:
-            raise InvalidInputError(f"source {self.source!r} is none of {', '.join(SOURCES)}")
+            raise InvalidInputError(f"source {self.source!r} must be one of {', '.join(SOURCES)}")
         if self.id == 0 or self.parent == 0:
-            raise InvalidInputError("an id is never 0")
+            raise InvalidInputError("an id must not be 0")
         excerpt = clean_excerpt(self.excerpt).encode()
         block = bytearray(BLOCK_BYTES)
         _FIELDS.pack_into(
             block,
             0,
-            _ranged("id", self.id, _U64),
+            check_int(self.id, "id", 0, U64),
             CLASSES.index(self.entry_class),
             SOURCES.index(self.source),
             bool(self.saved),
             bool(self.reused),
             self.parent is not None,
-            _ranged("created_at", self.created_at, _I64),
-            _ranged("last_used", self.last_used, _I64),
-            _ranged("expires_at", self.expires_at or 0, _I64),
-            _ranged("ttl", self.ttl or 0, _I64),
-            _ranged("hits", self.hits, _U64),
-            _ranged("family", self.family, _U64),
-            _ranged("n_input", self.n_input, _I64),
+            check_int(self.created_at, "created_at", -I64 - 1, I64),
+            check_int(self.last_used, "last_used", -I64 - 1, I64),
+            check_int(self.expires_at or 0, "expires_at", -I64 - 1, I64),
+            check_int(self.ttl or 0, "ttl", -I64 - 1, I64),
+            check_int(self.hits, "hits", 0, U64),
+            check_int(self.family, "family", 0, U64),
+            check_int(self.n_input, "n_input", -I64 - 1, I64),
             len(excerpt),
         )
         block[EXCERPT_AT : EXCERPT_AT + len(excerpt)] = excerpt
         if self.parent is not None:
-            _PARENT.pack_into(block, PARENT_AT, _ranged("parent", self.parent, _U64))
+            _PARENT.pack_into(block, PARENT_AT, check_int(self.parent, "parent", 0, U64))
         return bytes(block)
 
     @classmethod
     def unpack(cls, block: Blob) -> MetaBlock:
-        """The meta in a block (bytes-like). Raises MetaBlockError where it is not 512 bytes, and for nothing else."""
+        """Reads a block (bytes-like). Raises MetaBlockError if it is not 512 bytes, and no other error."""
         data = bytes(memoryview(block))
         if len(data) != BLOCK_BYTES:
-            raise MetaBlockError(f"a meta block has 512 bytes, this one {len(data)}", size=len(data))
+            raise MetaBlockError(f"a meta block has 512 bytes, this one has {len(data)}", size=len(data))
         problems = []
         (
             id,
@@ -161,28 +157,17 @@ class MetaBlock:
 
 
 def clean_excerpt(text_or_bytes: str | Blob, limit: int = MAX_EXCERPT) -> str:
-    """The text as an excerpt: at most `limit` bytes of valid UTF-8 without control characters, whole characters only.
+    """The text as an excerpt: at most `limit` bytes of valid UTF-8, cut between characters.
 
-    What is not valid becomes U+FFFD, a control character a space.
+    Invalid bytes become U+FFFD, control characters become spaces.
     """
     if isinstance(text_or_bytes, str):
         text = text_or_bytes[:limit]
     else:
-        # 4 more, so that a character cut here lies beyond the limit.
+        # 4 bytes more, so that a character truncated here lies beyond the limit.
         text = bytes(memoryview(text_or_bytes)[: limit + 4]).decode("utf-8", "replace")
     return _clean(text).encode()[:limit].decode("utf-8", "ignore")
 
 
 def _clean(text: str) -> str:
     return _CONTROL.sub(" ", _SURROGATE.sub("\ufffd", text))
-
-
-def _ranged(name: str, value: Any, bounds: tuple[int, int]) -> int:
-    low, high = bounds
-    try:
-        number = value.__index__()
-    except AttributeError:
-        raise InvalidInputError(f"{name} is {value!r}, a whole number expected") from None
-    if not low <= number <= high:
-        raise InvalidInputError(f"{name} is {number}, {low} to {high} expected")
-    return int(number)

@@ -22,7 +22,7 @@ from .store.repair import Salvaged
 from .store.store import ENTRIES_PER_PAGE, Store
 from .store.verify import Problem, Progress
 from .types import CLASSES, Entry, EntryClass, FamilyStats, hex_id
-from .util.validate import choice, entry_id, whole
+from .util.validate import U64, check_id, check_int, choice
 
 __all__ = [
     "Exported", "Salvaged", "backup", "export", "families", "find", "fingerprint", "head", "listing", "parents", "repair",
@@ -169,18 +169,18 @@ def listing(
         raise InvalidInputError(f"order is {order!r}", hint=f"give one of {', '.join(queries_lists.ORDERS)}")
     if entry_class is not None:
         choice(entry_class, CLASSES, "class")
-    limit = None if limit is None else whole(limit, "limit", 1)
+    limit = None if limit is None else check_int(limit, "limit", 1)
     store.flush()
     engine = store._engine
     with engine.db.read() as c:
         scope = engine.scope(c)
     wanted = queries_lists.Filter(
         fingerprint=scope,
-        family=None if family is None else whole(family, "family", 0, (1 << 64) - 1),
+        family=None if family is None else check_int(family, "family", 0, U64),
         entry_class=entry_class,
         unused=unused,
         used_before=None if idle is None else int(engine.now() - idle),
-        parent=None if parent is None else entry_id(parent),
+        parent=None if parent is None else check_id(parent),
         shared=shared,
         text=text,
     )
@@ -228,7 +228,7 @@ def find(store: Store, start: str, limit: int = 100) -> list[Entry]:
     with engine.db.read() as c:
         # The first digit holds the sign bit, so the range does not change its sign.
         wanted = queries_lists.Filter(fingerprint=engine.scope(c), ids=(queries.signed(low), queries.signed(high)))
-        found, _ = queries_lists.page(c, wanted, queries_lists.FIRST, whole(limit, "limit", 1), engine.now())
+        found, _ = queries_lists.page(c, wanted, queries_lists.FIRST, check_int(limit, "limit", 1), engine.now())
     return [engine.with_uses(entry) for entry in found]
 
 

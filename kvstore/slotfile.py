@@ -7,7 +7,7 @@
                            | for each media chunk: u64 size, bytes | zeros up to a multiple of 4
 
 All little-endian. Source: llama.cpp's llama-context.cpp (LLAMA_STATE_SEQ_MAGIC, LLAMA_SESSION_MAGIC) and llama-server,
-which writes the packed list since August 2026. A plain list never starts with -1, which is no token id.
+which writes the packed list since August 2026. A plain list never starts with -1, which is not a token id.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import os
 import stat
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from .errors import SlotFileError, StoreIOError
-from .layout.reader import Blob, as_bytes
-from .types import Bytes, Tokens
+from .types import Blob, Bytes, Tokens
 from .util import fsutil
+from .util.buffers import as_u8
 
 Kind: TypeAlias = Literal["slot file", "session file"]
 
@@ -41,13 +41,13 @@ _SAVE_AGAIN = "save the slot again and give the complete file"
 
 
 class MissingSlotFileError(SlotFileError, FileNotFoundError):
-    """A slot file that is not there: with the exit code of a missing store, not that of a malformed file."""
+    """The slot file does not exist. The exit code is that of a missing store, not that of a malformed file."""
 
     code, exit_code = StoreIOError.code, StoreIOError.exit_code
 
 
 class Media(NamedTuple):
-    """A media chunk of a packed list: the index of its first token, and its bytes as the server wrote them."""
+    """A media chunk of a packed list: the index of its first token, and its bytes, unchanged."""
 
     start: int
     data: bytes
@@ -57,9 +57,9 @@ class Media(NamedTuple):
 class SlotFile:
     """A slot or session file.
 
-    `tokens` is int32 of shape (n,), `state` uint8 of shape (n_bytes,): what follows the token list. `version` is the
-    file's, `packed` says how the tokens are written, `media` and `padding` (bytes up to a multiple of 4, zeros where it
-    is shorter than needed) belong to a packed list.
+    `tokens` is int32 of shape (n,). `state` is uint8 of shape (n_bytes,): all bytes after the token list. `version` is
+    the version of the file. `packed` tells whether the token list is packed; only a packed list has `media` and `padding`
+    (the bytes up to a multiple of 4; missing ones are zeros).
     """
 
     tokens: Tokens
@@ -70,9 +70,13 @@ class SlotFile:
     kind: Kind = "slot file"
     padding: bytes = b""
 
+    def header(self) -> bytes:
+        """The bytes of the file before its state. Raises SlotFileError where the values cannot be written."""
+        return head_bytes(self.kind, self.version, self.tokens, self.packed, self.media, self.padding)
+
 
 class Head(NamedTuple):
-    """All of a file but its state: `state_at` is the offset of the state."""
+    """Everything in a file except its state, which begins at the offset `state_at`."""
 
     kind: Kind
     version: int
@@ -84,13 +88,13 @@ class Head(NamedTuple):
 
 
 def read(path_or_bytes: str | os.PathLike[str] | Blob) -> SlotFile:
-    """The slot or session file at a path, or in bytes.
+    """Reads a slot or session file from a path or from bytes.
 
-    The state is a view: of the one buffer the file was read into, or of the bytes given. Raises SlotFileError where
-    the file cannot be read, is of another kind, or ends inside its token list.
+    The state is a view of the buffer that the file was read into, or of the bytes given. Raises SlotFileError if the file
+    cannot be read, has another format, or ends inside its token list.
     """
     is_path = isinstance(path_or_bytes, (str, os.PathLike))
-    data = load(path_or_bytes) if is_path else as_bytes(path_or_bytes)
+    data = load(path_or_bytes) if is_path else as_u8(path_or_bytes)
     head = read_head(data)
     return SlotFile(
         tokens=head.tokens,
@@ -104,7 +108,7 @@ def read(path_or_bytes: str | os.PathLike[str] | Blob) -> SlotFile:
 
 
 def read_head(data: Bytes) -> Head:
-    """Header and token list of a file's bytes (uint8). Raises SlotFileError."""
+    """Reads the header and the token list from the bytes of a file (uint8). Raises SlotFileError."""
     size = int(data.shape[0])
     if size < _HEAD.size:
         raise SlotFileError(f"the file has {size} bytes, fewer than its header", hint=_SAVE_AGAIN)
@@ -112,12 +116,12 @@ def read_head(data: Bytes) -> Head:
     kind = _KINDS.get(magic)
     if kind is None:
         raise SlotFileError(
-            f"the file starts with 0x{magic:08x}, which is no slot, sequence or session file",
+            f"the file starts with 0x{magic:08x}: it is not a slot, sequence or session file",
             hint="give a file that llama-server or llama.cpp saved",
         )
     if 4 * n_words > size - _HEAD.size:
         raise SlotFileError(
-            f"the file ends inside its token list: {n_words} words announced, {size} bytes in all", hint=_SAVE_AGAIN
+            f"the file ends inside its token list: {n_words} words are announced, the file has {size} bytes", hint=_SAVE_AGAIN
         )
     state_at = _HEAD.size + 4 * n_words
     words = data[_HEAD.size : state_at]
@@ -138,7 +142,7 @@ def _unpack(words: Bytes) -> tuple[Tokens, tuple[Media, ...], bytes]:
     list_version, n = (int(v) for v in take(4, 8, "its header").view("<u4"))
     if list_version != _LIST_VERSION:
         raise SlotFileError(
-            f"the packed token list has version {list_version}, {_LIST_VERSION} expected",
+            f"the packed token list has version {list_version}, not {_LIST_VERSION}",
             hint="the file comes from a newer llama-server: upgrade kvstore",
         )
     at = 12
@@ -167,12 +171,12 @@ def head_bytes(
     media: Iterable[Media] = (),
     padding: bytes = b"",
 ) -> bytes:
-    """The bytes of a file before its state. Raises SlotFileError where the values cannot be written."""
+    """The bytes of a file before its state. Raises SlotFileError if a value cannot be written."""
     if kind not in _MAGICS:
-        raise SlotFileError(f"{kind!r} is no kind of file", hint="use 'slot file' or 'session file'")
+        raise SlotFileError(f"{kind!r} is not a kind of file", hint="use 'slot file' or 'session file'")
     wanted = np.asarray(tokens)
     if wanted.ndim != 1 or (wanted.size and wanted.dtype.kind not in "iu"):
-        raise SlotFileError(f"the tokens have shape {wanted.shape} and type {wanted.dtype}", hint="give a list of int")
+        raise SlotFileError(f"the tokens have shape {wanted.shape} and type {wanted.dtype}", hint="give a list of integers")
     if wanted.size and not -(1 << 31) <= int(wanted.min()) <= int(wanted.max()) < 1 << 31:
         raise SlotFileError("a token does not fit in 32 bits", hint="give int32 tokens")
     list_bytes = wanted.astype("<i4").tobytes()
@@ -183,9 +187,9 @@ def head_bytes(
         words += b"".join(part for m in media for part in (_U64.pack(len(m.data)), m.data))
         words += padding[:3].ljust(-len(words) % 4, b"\0")[: -len(words) % 4]
     elif media or packed:
-        raise SlotFileError(f"a {kind} with a plain token list holds no media", hint="set packed")
+        raise SlotFileError(f"a {kind} with a plain token list cannot have media", hint="set packed=True")
     elif list_bytes[:4] == b"\xff\xff\xff\xff" and kind == "slot file":
-        raise SlotFileError("a plain token list cannot start with -1", hint="set packed")
+        raise SlotFileError("a plain token list cannot start with -1", hint="set packed=True")
     else:
         words = list_bytes
     if not 0 <= version < 1 << 32:
@@ -193,40 +197,36 @@ def head_bytes(
     return _HEAD.pack(_MAGICS[kind], version, len(words) // 4) + words
 
 
-def _head_of(file: SlotFile) -> bytes:
-    return head_bytes(file.kind, file.version, file.tokens, file.packed, file.media, file.padding)
-
-
 def head_of(file: SlotFile) -> bytes:
-    """The header of the file with its tokens cut out: what a store keeps to write the same file again."""
-    return head_bytes(file.kind, file.version, (), file.packed, file.media, file.padding)
+    """The header of the file without its tokens. A store keeps it to write the same file again."""
+    return replace(file, tokens=np.empty(0, np.int32)).header()
 
 
 def with_head(head: Blob | None, tokens: Any, state: Any) -> SlotFile:
-    """The file of a header that `head_of` gave; None: a slot file of version 2 with a plain list of tokens."""
+    """The file with a header from `head_of`. Without a header: a slot file of version 2 with a plain token list."""
     if head is None:
         return SlotFile(tokens, state)
-    found = read_head(as_bytes(head))
+    found = read_head(as_u8(head))
     return SlotFile(tokens, state, found.version, found.packed, found.media, found.kind, found.padding)
 
 
 def to_bytes(file: SlotFile) -> bytes:
-    """The file's bytes: those it was read from. Raises SlotFileError where the values cannot be written."""
-    return b"".join((_head_of(file), as_bytes(file.state).data))
+    """The bytes of the file, the same as it was read from. Raises SlotFileError if a value cannot be written."""
+    return b"".join((file.header(), as_u8(file.state).data))
 
 
 def write(path: str | os.PathLike[str], file: SlotFile) -> None:
-    """Writes the file with mode 0600; it is complete, and on the disk, or it is not there.
+    """Writes the file with mode 0600. Afterwards the file is complete and synced; if the call fails, it is as it was.
 
-    A server may abort on a file that is cut short, so the bytes go to a temporary file in the same directory, which
-    takes the name once it is synced. A symbolic link stays, and its target is replaced; a device or a FIFO is written to.
-    Raises SlotFileError, or DiskFullError; then the directory is as it was.
+    A server may abort on a truncated file, so the bytes are written to a temporary file in the same directory, which is
+    synced and then renamed. Of a symbolic link, the target is replaced and the link stays; a device or a FIFO is written
+    to. Raises SlotFileError or DiskFullError; the directory is then as it was.
     """
-    write_parts(path, [_head_of(file), as_bytes(file.state).data])
+    write_parts(path, [file.header(), as_u8(file.state).data])
 
 
 def write_parts(path: str | os.PathLike[str], parts: Iterable[bytes | memoryview]) -> None:
-    """Writes any bytes as `write` writes a file."""
+    """Writes bytes to a file in the same way as `write`."""
     try:
         with fsutil.atomic_write(path) as out:
             for part in parts:
@@ -236,7 +236,7 @@ def write_parts(path: str | os.PathLike[str], parts: Iterable[bytes | memoryview
 
 
 def load(path: str | os.PathLike[str]) -> Bytes:
-    """The bytes of a file, a FIFO or a device in one buffer. Raises SlotFileError where they cannot be read."""
+    """Reads a file, a FIFO or a device into one buffer. Raises SlotFileError if it cannot be read."""
     try:
         with fsutil.open_source(path) as f:
             found = os.fstat(f.fileno())
@@ -255,12 +255,12 @@ def load(path: str | os.PathLike[str]) -> Bytes:
     except OSError as error:
         raise fsutil.error_of(error, path, "read", kind=SlotFileError) from error
     if at < size:
-        raise SlotFileError(f"{path} became shorter while it was read", hint="wait until it is written, then read it")
+        raise SlotFileError(f"{path} became shorter while it was read", hint="read it again when it has been written")
     return data
 
 
 def _to_the_end(f: FileIO) -> Bytes:
-    """What a source of unknown size gives: the file system says 0 of a FIFO, of a device and of what it makes up."""
+    """Reads a source of unknown size. The file system reports 0 for FIFOs, devices and generated files."""
     data = bytearray()
     while piece := f.read(_PIECE):
         data += piece

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+Blob: TypeAlias = Any  # bytes, memoryview, mmap, numpy array: anything with a C-contiguous buffer
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Tokens: TypeAlias = npt.NDArray[np.int32]
 EntryClass: TypeAlias = Literal["normal", "learned", "pinned"]
@@ -26,10 +27,10 @@ def hex_id(id: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the store knows of one entry, without its bytes.
+    """The meta of one entry, without its bytes.
 
-    `created_at`, `last_used` and `expires_at` are unix seconds; `size` is bytes as put (main and draft), `stored` bytes
-    on disk; `parent` is None where the entry is stored whole.
+    `created_at`, `last_used` and `expires_at` are unix seconds; `size` is the number of bytes that were put
+    (main and draft), `stored` the number of bytes on disk. `parent` is None if the entry is stored whole.
     """
 
     id: int
@@ -75,7 +76,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedState:
-    """What `get` gives: the entry, its tokens (int32) and its states (uint8), byte for byte as they were put."""
+    """The result of `get`: the entry, its tokens (int32) and its states (uint8), byte for byte as they were put."""
 
     entry: Entry
     tokens: Tokens
@@ -85,7 +86,7 @@ class SavedState:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The entry that shares the longest token prefix with a request, and how many tokens that is."""
+    """The entry that shares the longest token prefix with a request, and the length of that prefix."""
 
     entry: Entry
     n_common: int
@@ -135,7 +136,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class FamilyStats:
-    """Entries that share a system block: how many there are, how often one was stored, how often one served."""
+    """The entries that share a system block: their number, how many were stored, and how many were restored."""
 
     family: int
     entries: int
@@ -143,12 +144,12 @@ class FamilyStats:
     reused: int
 
 
-# Why a put stores a state whole.
+# Reasons why a put stores a state whole.
 WHOLE: dict[str, str] = {
     "no_prefix": "no learned prefix is stored",
     "saves_too_little": "a delta saves too little",
-    "unknown_layout": "its layout, or that of its prefix, is not understood",
-    "not_asked": "sharing was turned off, or it was whole where it was imported from",
+    "unknown_layout": "its layout, or the layout of its prefix, is not understood",
+    "not_asked": "sharing was turned off, or the imported entry was whole",
     "learned": "learned prefixes are stored whole",
     "damaged_prefix": "its prefix is damaged",
 }
@@ -156,7 +157,7 @@ WHOLE: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Figures of a store. Those named as counters run over the life of the file; sizes are bytes, times seconds."""
+    """Statistics of a store. Counters run over the life of the file. Sizes are bytes, times are seconds."""
 
     entries: dict[str, int]  # by class
     size: int  # bytes as put
@@ -169,7 +170,7 @@ class Stats:
     ram_entries: int
     hits: int  # counters from here
     misses: int
-    unmatched: int  # calls of match that found nothing
+    unmatched: int  # calls of `match` that found nothing
     tokens_served: int
     puts: int
     shared_puts: int
@@ -177,7 +178,7 @@ class Stats:
     evictions: dict[str, int]  # by cause
     encode_seconds: float
     decode_seconds: float
-    upkeep_alive: bool | None  # whether the background thread runs; None where this Store has none
+    upkeep_alive: bool | None  # whether the background thread runs; None if this Store does not have one
     upkeep_failures: int  # of that thread since the Store was opened; each was logged
     n_families: int
     families: tuple[FamilyStats, ...]  # the most used ones, 100 at most; operate.families gives all

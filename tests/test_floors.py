@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import kvstore
 
 ROOT = Path(kvstore.__file__).parent
+ARCHITECTURE = (ROOT.parent / "ARCHITECTURE.md").read_text(encoding="utf-8")
 # From the lowest. A folder stands for all modules in it.
 FLOORS: list[set[str]] = [
     {"errors", "native", "types"},
@@ -24,7 +26,7 @@ FLOORS: list[set[str]] = [
 MOST_MODULES = 14  # directly in kvstore/
 # What the users of the face may name beside its public names: where these are defined, and the helpers that are shared with it.
 FACE = {"", "bkvd", "errors", "layout", "meta", "operate", "slotfile", "storage.schema", "store", "types", "util.fsutil",
-        "util.hashing", "util.printable", "util.units"}
+        "util.buffers", "util.hashing", "util.printable", "util.units"}
 ALONE = {
     "aiohttp": {"engines.proxy.http_client"},
     "apsw": {"storage.db"},
@@ -109,6 +111,35 @@ def test_no_circles() -> None:
     for name in MODULES:
         if name and floor(name) < len(FLOORS) - 2:
             visit(name, ())
+
+
+def longest_chain(name: str, known: dict[str, list[str]]) -> list[str]:
+    """The longest chain of imports inside kvstore that begins at a module."""
+    if name not in known:
+        known[name] = []  # ends the recursion where a package and a module in it import each other
+        others = inner(name) | ({""} if name and "kvstore" in imports(name) else set())
+        chains = (longest_chain(other, known) for other in sorted(others) if other in MODULES)
+        known[name] = [name or "kvstore", *max(chains, key=len, default=[])]
+    return known[name]
+
+
+def test_the_number_of_import_levels_is_written_down() -> None:
+    known: dict[str, list[str]] = {}
+    chain = max((longest_chain(name, known) for name in sorted(MODULES)), key=len)
+    written = re.search(r"The longest chain of imports has (\d+) modules", ARCHITECTURE)
+    assert written is not None
+    assert int(written[1]) == len(chain), " -> ".join(chain)
+
+
+def test_every_file_that_is_named_exists() -> None:
+    named = set(re.findall(r"`([\w/]+/[\w./*-]*|[\w/]+\.(?:py|sql|c|h|html|md|toml))`", ARCHITECTURE))
+    assert len(named) > 40
+    assert [name for name in sorted(named) if not any((*ROOT.glob(name), *ROOT.parent.glob(name)))] == []
+
+
+def test_the_glossary_is_short() -> None:
+    rows = re.findall(r"^\| \*\*", ARCHITECTURE, re.MULTILINE)
+    assert 10 <= len(rows) <= 25
 
 
 @pytest.mark.parametrize("library", ALONE)

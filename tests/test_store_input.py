@@ -101,7 +101,7 @@ def test_bad_options_of_put_are_refused(name: str, value: Any, kept: Store) -> N
 @pytest.mark.parametrize("id", [0, -1, 1 << 64, "5", 1.0, None, True, b"x"])
 def test_bad_ids_are_refused(id: Any, kept: Store) -> None:
     for call in (kept.get, kept.take, kept.entry, kept.delete, kept.set):
-        with pytest.raises(InvalidInputError, match=r"is no entry id"):
+        with pytest.raises(InvalidInputError, match=r"an entry id must be an integer in \[1, 2\^64 - 1\]"):
             call(id)
 
 

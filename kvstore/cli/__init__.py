@@ -1,28 +1,28 @@
-"""The `kvstore` command. Data goes to stdout, remarks and errors to stderr; exit codes are those of `kvstore.errors`."""
+"""The `kvstore` command. Data is written to stdout, notes and errors to stderr; `kvstore.errors` lists the exit codes."""
 
 from __future__ import annotations
 
 import click
 
 from .. import __version__
-from . import care, change, look, move, run
+from . import admin, entries, inspect, serve, transfer
 from .base import Commands
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="kvstore")
 def main() -> None:
-    """Look into, fill and look after a store of LLM sequence states.
+    """Inspect, fill and maintain a store of LLM sequence states.
 
-    Ids may be shortened, as long as they are unique. Every command takes --json.
+    Ids can be shortened as long as they are unique. Every command takes --json.
     """
 
 
 for _command in (
-    look.ls, look.show, look.tree, look.stats,
-    move.put, move.get, change.rm, change.set_, change.learn, change.gc,
-    care.verify, care.repair, care.migrate, move.export, move.import_, care.backup,
-    run.bench, run.demo, run.serve, run.completion,
+    inspect.ls, inspect.show, inspect.tree, inspect.stats,
+    transfer.put, transfer.get, entries.rm, entries.set_, entries.learn, entries.gc,
+    admin.verify, admin.repair, admin.migrate, transfer.export, transfer.import_, admin.backup,
+    serve.bench, serve.demo, serve.serve, serve.completion,
 ):  # fmt: skip
     main.add_command(_command)
 

@@ -1,4 +1,4 @@
-"""What all commands share: how errors end, how a store is opened, how ids and values are read."""
+"""Shared by all commands: reporting errors, opening a store, reading ids and values from the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from click.shell_completion import CompletionItem
 from .. import Entry, InvalidInputError, KVStoreError, NotFoundError, Store, StoreIOError, operate
 from ..util import fsutil, units
 from ..util.printable import Formatter, json_text
-from . import screen
+from . import output
 
 F = TypeVar("F", bound=Callable[..., Any])
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell sees SIGINT and SIGPIPE
@@ -29,11 +29,11 @@ MAX_KEY_BYTES = 64 << 10
 
 
 class _PipeClosed(Exception):
-    """Whoever read our output has gone. Not an OSError: click would end the process at once."""
+    """The reader of our output has exited. Not an OSError, because click would exit at once."""
 
 
 class Commands(click.Group):
-    """The group of commands: in the order they were added, with the exit codes of kvstore's error table."""
+    """The group of commands, listed in the order in which they were added. Errors exit with the codes of kvstore.errors."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -69,10 +69,10 @@ class Commands(click.Group):
                 _show(error)
         except (click.Abort, KeyboardInterrupt):
             code = INTERRUPTED
-            screen.note("interrupted")
+            output.note("interrupted")
         except _PipeClosed:
             code = BROKEN_PIPE
-            # What is still buffered has nowhere to go when the interpreter ends.
+            # The interpreter flushes stdout at exit: send the rest of the buffer nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except OSError as error:
             code = StoreIOError.exit_code
@@ -87,24 +87,24 @@ class Commands(click.Group):
 
 
 def _show(error: click.ClickException) -> None:
-    """As click shows its errors, but for what a terminal should not see."""
+    """Shows an error as click does, with unsafe characters escaped."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is not None:
         click.echo(f"{context.get_usage()}\nTry '{context.command_path} -h' for help.\n", err=True)
-    screen.note(f"Error: {error.format_message()}")
+    output.note(f"Error: {error.format_message()}")
 
 
 def _report(as_json: bool, facts: dict[str, Any], message: str, hint: str) -> None:
     if as_json:
         click.echo(json_text({"error": facts}, indent=None), err=True)
         return
-    screen.note(f"kvstore: {message}")
+    output.note(f"kvstore: {message}")
     if hint:
-        screen.note(f"hint: {hint}")
+        output.note(f"hint: {hint}")
 
 
 def example(*lines: str) -> str:
-    """The epilog of a command's help."""
+    """The example at the end of a command's help."""
     return "\b\nExample:\n" + "\n".join("  " + line for line in lines)
 
 
@@ -119,20 +119,20 @@ def complete_id(ctx: click.Context, param: click.Parameter, incomplete: str) -> 
             found = operate.find(store, incomplete, 200) if incomplete else list(latest)
     except (KVStoreError, KeyError, OSError):
         return []
-    return [CompletionItem(e.hex_id, help=f"{e.n_tokens} tokens  {screen.excerpt(e.excerpt)[:60]}") for e in found]
+    return [CompletionItem(e.hex_id, help=f"{e.n_tokens} tokens  {output.excerpt(e.excerpt)[:60]}") for e in found]
 
 
-def common(function: F) -> F:
-    """The store's path, --key-file and --json."""
+def common_options(function: F) -> F:
+    """Adds the argument STORE and the options --key-file and --json."""
     function = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")(function)
     function = click.option(
-        "--key-file", type=click.Path(dir_okay=False), help="A file with the key of an encrypted store."
+        "--key-file", type=click.Path(dir_okay=False), help="File that contains the key of an encrypted store."
     )(function)
     return click.argument("store", type=click.Path(), shell_complete=_complete_store)(function)
 
 
 def key_of(key_file: str | None) -> str | None:
-    """The key in a file. Each run of the command reads it once, since it may be a pipe."""
+    """The key in a file, which is read once per run: it may be a pipe."""
     if key_file is None:
         return None
     context = click.get_current_context(silent=True)
@@ -144,7 +144,7 @@ def key_of(key_file: str | None) -> str | None:
 
 
 def _read_key(key_file: str) -> str:
-    """The text of a key file without the line ends after it. No error quotes from it."""
+    """The text of a key file without its trailing line ends. No error quotes the text."""
     try:
         with open(key_file, "rb") as file:
             data = file.read(MAX_KEY_BYTES + 1)
@@ -152,7 +152,7 @@ def _read_key(key_file: str) -> str:
         raise InvalidInputError(f"the key file {key_file} cannot be read: {error.strerror}") from None
     if len(data) > MAX_KEY_BYTES:
         raise InvalidInputError(
-            f"the key file {key_file} is larger than {MAX_KEY_BYTES >> 10} KiB", hint="give a file with nothing but the key"
+            f"the key file {key_file} is larger than {MAX_KEY_BYTES >> 10} KiB", hint="give a file that contains only the key"
         )
     try:
         text = data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
@@ -173,7 +173,7 @@ def open_store(path: str, key_file: str | None = None, *, create: bool = False, 
 
 
 def find(store: Store, wanted: Sequence[str]) -> list[Entry]:
-    """The entries of ids, which may be shortened as long as they are unique. Raises NotFoundError, InvalidInputError."""
+    """The entries with these ids, which may be shortened to a unique prefix. Raises NotFoundError, InvalidInputError."""
     prefixes = [w.lower() for w in wanted]
     for text in prefixes:
         if not re.fullmatch("[0-9a-f]{1,16}", text):
@@ -185,20 +185,21 @@ def _only(prefix: str, found: list[Entry]) -> Entry:
     if not found:
         raise NotFoundError(f"no entry {prefix}", hint="see `kvstore ls`", id=prefix)
     if len(found) > 1:
-        lines = [f"\n  {e.hex_id}  {e.n_tokens:,} tokens  {screen.excerpt(e.excerpt)[:50]}".rstrip() for e in found]
+        lines = [f"\n  {e.hex_id}  {e.n_tokens:,} tokens  {output.excerpt(e.excerpt)[:50]}".rstrip() for e in found]
         many = len(found) > MAX_COUNTED
         found = found[:MAX_COUNTED]
         more = f"\n  and {len(found) - MAX_CANDIDATES}{' or' * many} more" if len(found) > MAX_CANDIDATES else ""
+        number = f"{'more than ' * many}{len(found)}"
         raise InvalidInputError(
-            f"{prefix} is the start of {'more than ' * many}{len(found)} ids:" + "".join(lines[:MAX_CANDIDATES]) + more,
-            hint="give more digits",
+            f"id prefix {prefix} is ambiguous ({number} entries):" + "".join(lines[:MAX_CANDIDATES]) + more,
+            hint="give more digits of the id",
             candidates=[e.hex_id for e in found],
         )
     return found[0]
 
 
 def id_width(entries: Sequence[Entry]) -> int:
-    """How many digits tell these ids apart, 8 at least."""
+    """The number of digits, at least 8, that make these ids unique."""
     ids = {e.hex_id for e in entries}
     for width in range(8, 16):
         if len({id[:width] for id in ids}) == len(ids):
@@ -207,7 +208,7 @@ def id_width(entries: Sequence[Entry]) -> int:
 
 
 class Duration(click.ParamType[int]):
-    """A whole number with a unit, in seconds; "never" is 0. A number alone could mean days as well as seconds."""
+    """An integer with a unit, as seconds; "never" is 0. The unit is required: a bare number could be seconds or days."""
 
     name = "duration"
 
@@ -224,12 +225,12 @@ class Duration(click.ParamType[int]):
         except InvalidInputError as error:
             self.fail(str(error), param, ctx)
         if found < 1 or not value.strip()[0].isdecimal() or "." in value or "e" in value.lower():
-            self.fail(f"{value!r} is not a duration: give a whole number from 1, such as {units.DURATIONS}", param, ctx)
+            self.fail(f"{value!r} is not a duration: give an integer of at least 1 and a unit: {units.DURATIONS}", param, ctx)
         return int(found)
 
 
 class Number(click.ParamType[float]):
-    """A number that may have a unit: of seconds, or of MiB."""
+    """A number with an optional unit of time or size."""
 
     def __init__(self, name: str, parse: Callable[[str], float], low: float = 0, high: float = float("inf")) -> None:
         self.name, self._parse, self._low, self._high = name, parse, low, high
@@ -248,12 +249,12 @@ class Number(click.ParamType[float]):
 
 
 def size(low: float = 0, high: float = float("inf")) -> Number:
-    """MiB, where there is no unit."""
+    """A size; a bare number is MiB."""
     return Number("size", units.mib, low, high)
 
 
 def seconds(low: float = 0) -> Number:
-    """Seconds, where there is no unit."""
+    """A duration; a bare number is seconds."""
     return Number("duration", lambda text: units.seconds(text, bare=1), low)
 
 
@@ -261,18 +262,18 @@ yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 
 
 def confirm(yes: bool, what: str) -> None:
-    """Goes on with --yes, or where the user agrees. Where nobody can be asked it is an error of usage; then nothing is done."""
+    """Returns if --yes was given or the user agrees, else exits. Without a terminal, a missing --yes is a usage error."""
     if yes:
         return
     if not sys.stdin.isatty():
-        usage(f"{what}: that needs --yes. Nothing was done")
-    if not click.confirm(f"{what}. Go on?", err=True):
-        screen.note("nothing was done")
+        usage(f"{what}: this needs --yes. Nothing was changed")
+    if not click.confirm(f"{what}. Continue?", err=True):
+        output.note("nothing was changed")
         raise click.exceptions.Exit(1)
 
 
 class Size(click.ParamType[int]):
-    """Bytes: a number with K, M, G or T (of 1024 each; KB and KiB say the same), or B."""
+    """A number of bytes, with a unit: B, or K, M, G, T as powers of 1024 (KB and KiB mean the same as K)."""
 
     name = "size"
     _units = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -290,14 +291,15 @@ class Size(click.ParamType[int]):
 
 
 def tokens_of(text: str) -> Any:
-    """Token ids from a JSON list, or from a file with one ("-": stdin)."""
+    """Token ids from a JSON list, or from a file that contains one ("-": stdin)."""
     try:
         if not text.lstrip().startswith("["):
             text = sys.stdin.read() if text == "-" else Path(text).read_text(encoding="utf-8")
         values = json.loads(text if text.lstrip().startswith("[") else "[" + ",".join(text.split()) + "]")
         tokens = np.array(values)
     except (OSError, ValueError) as error:
-        raise InvalidInputError(f"no tokens in --tokens: {error}", hint="give a JSON list, or a file with one") from None
+        hint = "give a JSON list, or a file that contains one"
+        raise InvalidInputError(f"--tokens is not a list of token ids: {error}", hint=hint) from None
     return tokens
 
 
@@ -316,9 +318,9 @@ def is_stdout(path: str) -> bool:
 def binary_stdout() -> Any:
     """stdout for bytes. Refuses a terminal."""
     if sys.stdout.isatty():
-        usage("stdout is a terminal, and the data is binary: give a file, or redirect it")
+        usage("the data is binary and stdout is a terminal: give a file, or redirect stdout")
     try:
-        # Python's own may be unbuffered (PYTHONUNBUFFERED), and then writes less than it is given.
+        # With PYTHONUNBUFFERED, Python's own stdout is unbuffered and may write less than it is given.
         return open(sys.stdout.fileno(), "wb", closefd=False)
     except io.UnsupportedOperation:
         return sys.stdout.buffer

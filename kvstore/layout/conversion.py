@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from ..errors import LayoutError, SlotFileError
 from ..slotfile import head_bytes, read_head
-from ..types import Bytes, Section, Stream, Tokens
+from ..types import Blob, Bytes, Section, Stream, Tokens
+from ..util.buffers import as_u8
 from .cropping import Piece, Writer, assemble, kept_runs, places_of
 from .parsing import CHECKPOINT_MAGIC, CHECKPOINT_VERSION, HEADER_MAGIC, parse
-from .reader import MAX_SEQ, PLAIN_BYTES, Blob, as_bytes
+from .reader import MAX_SEQ, PLAIN_BYTES
 from .types import AttentionPart, Layout, Part
 
 _NO_SEQUENCE = ("context", "session file")
@@ -42,7 +43,7 @@ def convert(
     LayoutError, which says what differs, where the states are of different models or KV types, or rows would have to
     be computed.
     """
-    data = as_bytes(blob)
+    data = as_u8(blob)
     layout = parse(data)
     target = like if isinstance(like, Layout) else parse(like)
     for name, found in (("the state", layout), ("the state to be like", target)):
@@ -51,7 +52,7 @@ def convert(
         if found.tail is not None:
             raise LayoutError(f"{name} holds bytes that are not understood")
     if slot is None:
-        slot = _slot_of(target) if isinstance(like, Layout) else _sequence_id(as_bytes(like), target)
+        slot = _slot_of(target) if isinstance(like, Layout) else _sequence_id(as_u8(like), target)
     elif not 0 <= slot < MAX_SEQ:
         raise LayoutError(f"slot is {slot}, 0 to {MAX_SEQ - 1} expected")
     ids = _tokens(data, layout, tokens)
@@ -141,7 +142,7 @@ class _Rewrite:
         for a, b in zip(old, new, strict=True):
             if isinstance(a, AttentionPart) and isinstance(b, AttentionPart):
                 out.extend(self._attention(data, a, b))
-            elif _rows_of(a) != _rows_of(b):
+            elif a.row_sizes != b.row_sizes:
                 raise LayoutError("their recurrent states differ in size: they are of different models")
             else:
                 out.append(data[a.start : a.stop])
@@ -153,7 +154,7 @@ class _Rewrite:
             raise LayoutError("the cells are not those of one sequence")
         if new.data_stream is None:
             raise LayoutError("the state to be like has no cells of one sequence")
-        if _rows_of(old) != _rows_of(new):
+        if old.row_sizes != new.row_sizes:
             raise LayoutError("layers, types or row sizes differ: another model, or another KV type")
         if (old.rotation or (0, 0)) != (new.rotation or (0, 0)):
             raise LayoutError(f"the rows are rotated differently: {old.rotation} here, {new.rotation} there")
@@ -306,15 +307,6 @@ def _record(n_tokens: int, pos_min: int, pos_max: int, target: list[Piece], slot
     blob = [struct.pack("<Ii", HEADER_MAGIC, slot), *target] if target else []
     size = sum(p.size if isinstance(p, Writer) else len(p) for p in blob)
     return [struct.pack("<qiiQ", n_tokens, pos_min, pos_max, size), *blob, bytes(16)]
-
-
-def _rows_of(part: Part) -> tuple[object, ...]:
-    """Layers, types and row sizes of a part, however it is written."""
-    if isinstance(part, AttentionPart):
-        stream = part.data_stream
-        sections = () if stream is None else stream.sections
-        return (part.n_layer, part.v_layers, *((s.type, s.rows * s.width, s.is_v) for s in sections))
-    return (part.n_layer, part.n_tensors, part.rows, part.extra_row)
 
 
 def _column(values: npt.NDArray[np.signedinteger]) -> Bytes:

@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from ..errors import LayoutError, SlotFileError
 from ..slotfile import head_bytes, read_head
-from ..types import Bytes, Stream
+from ..types import Blob, Bytes, Stream
+from ..util.buffers import as_u8
 from .parsing import CHECKPOINT_MAGIC, CHECKPOINT_VERSION, parse
-from .reader import HEADER_BYTES, Blob, as_bytes
+from .reader import HEADER_BYTES
 from .types import AttentionPart, Checkpoint, Layout, Part
 
 # Up to so many runs of neighbouring cells are copied as slices; more are gathered by index.
@@ -67,7 +68,7 @@ def crop(blob: Blob, n_tokens: int) -> Bytes:
     state's tokens it is a copy. Raises LayoutError where the state is not understood, has fewer tokens, or
     cannot be cut there (`Layout.crop_limit` gives the nearest count that works).
     """
-    data = as_bytes(blob)
+    data = as_u8(blob)
     layout = parse(data)
     n = int(n_tokens)
     if n <= 0:
@@ -207,7 +208,7 @@ def places_of(partial: tuple[Part, ...], parts: tuple[Part, ...]) -> list[int] |
     places: list[int] = []
     i = len(parts)
     for part in reversed(partial):
-        i = next((k for k in range(i - 1, -1, -1) if _shape(parts[k]) == _shape(part)), -1)
+        i = next((k for k in range(i - 1, -1, -1) if parts[k].shape == part.shape), -1)
         if i < 0:
             return None
         places.append(i)
@@ -221,13 +222,6 @@ def _can_cut(part: AttentionPart, at: Checkpoint) -> bool:
         return part.holds_all(limit)
     stream = part.data_stream
     return stream is not None and part.n_seq is not None and int((stream.pos < limit).sum()) == at.n_tokens
-
-
-def _shape(part: Part) -> tuple[object, ...]:
-    """What two states of one model have in common in a part."""
-    if isinstance(part, AttentionPart):
-        return (part.kind, part.n_stream, part.n_layer, part.k_row, part.rotation, part.v_layers, part.v_transposed)
-    return (part.kind, part.n_layer, part.n_tensors, part.rows, part.extra_row)
 
 
 def _why_not(layout: Layout, n: int) -> str:

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 from ..errors import LayoutError, SlotFileError
 from ..slotfile import SESSION_MAGIC, SLOT_MAGIC, read_head
-from ..types import Bytes, Section, Stream
-from .reader import MAX_LAYERS, MAX_ROW, MAX_STREAMS, Blob, Misfit, Reader, as_bytes, section_stop
+from ..types import Blob, Bytes, Section, Stream
+from ..util.buffers import as_u8
+from .reader import MAX_LAYERS, MAX_ROW, MAX_STREAMS, Misfit, Reader, section_stop
 from .recurrent import read_recurrent
 from .types import AttentionPart, Checkpoint, Envelope, Layout, Part, Range, RecurrentPart
 
@@ -81,7 +82,7 @@ def parse(blob: Blob, cell_ext: int | None = None) -> Layout:
     """
     if cell_ext is not None and not 0 <= cell_ext <= MAX_EXT:
         raise LayoutError(f"cell_ext is {cell_ext}, 0 to {MAX_EXT} expected")
-    data = as_bytes(blob)
+    data = as_u8(blob)
     if data.shape[0] == 0:
         raise LayoutError("the state is empty")
     reader = Reader(data)

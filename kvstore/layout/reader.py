@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import struct
 from array import array
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..types import Bytes, Section, Stream
-
-Blob: TypeAlias = Any  # bytes, memoryview, mmap, numpy array: anything with a C-contiguous buffer
 
 MAX_STREAMS = 64
 MAX_SEQ = 256
@@ -83,16 +81,6 @@ class Cells(NamedTuple):
     ext: Bytes
     stop: int
     n_seq: int | None
-
-
-def as_bytes(blob: Blob) -> Bytes:
-    """The blob as uint8 of shape (n,), not copied. Raises TypeError where it has no C-contiguous buffer."""
-    view = memoryview(blob)
-    if not view.c_contiguous:
-        raise TypeError("the blob is not contiguous in memory")
-    if view.nbytes == 0:
-        return np.empty(0, np.uint8)
-    return np.frombuffer(view, np.uint8)
 
 
 class Reader:

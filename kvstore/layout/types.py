@@ -62,6 +62,18 @@ class AttentionPart:
         *others, last = sections
         return any(s.rows * s.width == last.rows * last.width for s in others if s.is_v == last.is_v or self.n_layer == 1)
 
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What this part has in common in all states of one server."""
+        return (self.kind, self.n_stream, self.n_layer, self.k_row, self.rotation, self.v_layers, self.v_transposed)
+
+    @property
+    def row_sizes(self) -> tuple[object, ...]:
+        """Layers, types and row sizes: what this part has in common in all states of one model, however it is written."""
+        stream = self.data_stream
+        sections = () if stream is None else stream.sections
+        return (self.n_layer, self.v_layers, *((s.type, s.rows * s.width, s.is_v) for s in sections))
+
     def holds_all(self, n: int) -> bool:
         """Whether the positions below `n` are there, each once, in one stream."""
         stream = self.data_stream
@@ -111,6 +123,16 @@ class RecurrentPart:
     @property
     def max_pos(self) -> int:
         return max(self.pos, default=-1)
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What this part has in common in all states of one server."""
+        return (self.kind, *self.row_sizes)
+
+    @property
+    def row_sizes(self) -> tuple[object, ...]:
+        """Layers and row sizes: what this part has in common in all states of one model."""
+        return (self.n_layer, self.n_tensors, self.rows, self.extra_row)
 
     @property
     def end_is_sure(self) -> bool:
@@ -221,10 +243,6 @@ class Layout:
         if self.can_crop:
             return max(0, min(n, self.attention[0].n_cells))
         return max((p for p in self.crop_points if p <= n), default=0)
-
-    def can_serve(self, n: int) -> bool:
-        """Whether `crop` to `n` tokens works."""
-        return n > 0 and self.crop_limit(n) == n
 
     def _usable(self) -> Iterator[Checkpoint]:
         for c in self.checkpoints or ():

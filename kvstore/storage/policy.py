@@ -10,6 +10,7 @@ import numpy as np
 from .. import layout
 from ..errors import LayoutError
 from ..types import Bytes, EntryClass, Source
+from ..util.buffers import common_prefix_length
 
 MIB = 1 << 20
 LAST_EXPIRY = 1 << 62  # so that no sum leaves the integers of SQLite
@@ -26,17 +27,7 @@ def budget_bytes(mib: float) -> int:
 
 def common(a: bytes, b: bytes) -> int:
     """How many leading tokens two keys have in common."""
-    n = min(len(a), len(b)) // 4
-    x, y = np.frombuffer(a, "<i4", n), np.frombuffer(b, "<i4", n)
-    at = 0
-    step = 256  # most pairs part early or not at all
-    while at < n:
-        differs = x[at : at + step] != y[at : at + step]
-        if differs.any():
-            return at + int(differs.argmax())
-        at += step
-        step *= 4
-    return n
+    return common_prefix_length(np.frombuffer(a, "<i4", len(a) // 4), np.frombuffer(b, "<i4", len(b) // 4))
 
 
 def least_saved(min_saved: int | None, size: int) -> int:

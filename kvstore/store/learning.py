@@ -7,12 +7,12 @@ import time
 
 from .. import layout, slotfile
 from ..errors import CorruptStoreError, InvalidInputError, LayoutError, NotFoundError
-from ..layout.reader import as_bytes
 from ..storage import policy, queries
 from ..storage import prefix_index as prefixes
 from ..storage.db import Connection
 from ..storage.policy import cuts_of
 from ..types import Entry, EntryClass, Source, Tokens, hex_id
+from ..util.buffers import as_u8
 from ..util.hashing import Digests
 from .core import Engine
 from .entry_codec import Parent
@@ -52,7 +52,7 @@ def learn(engine: Engine, id: int, n_tokens: int, entry_class: EntryClass, sourc
     with engine.db.read() as c:
         head = queries.head(c, id)
     if head is not None and n_tokens < saved.entry.n_tokens:
-        found = slotfile.read_head(as_bytes(head))
+        found = slotfile.read_head(as_u8(head))
         media = [m for m in found.media if m.start < n_tokens]
         head = slotfile.head_bytes(found.kind, found.version, (), found.packed, media)
     learned = engine.put(

@@ -22,7 +22,7 @@ from ..storage.policy import cuts_of
 from ..storage.ram_cache import RamCache
 from ..types import CLASSES, SOURCES, WHOLE, Entry, EntryClass, Match, SavedState, Source, Stats, hex_id
 from ..util.hashing import Digests, family
-from ..util.validate import as_array, as_tokens, choice, entry_id, is_text, whole
+from ..util.validate import as_state, as_tokens, check_id, check_int, choice, is_text
 from . import learning
 from . import maintenance as upkeep
 from . import verify as check
@@ -222,15 +222,15 @@ class Store:
         array = as_tokens(tokens)
         choice(entry_class, CLASSES, "class")
         choice(source, SOURCES, "source")
-        n_system = whole(n_system, "n_system", 0, len(array))
-        user_start = whole(user_start, "user_start", 0, len(array))
+        n_system = check_int(n_system, "n_system", 0, len(array))
+        user_start = check_int(user_start, "user_start", 0, len(array))
         if not isinstance(excerpt, str | bytes):
             raise InvalidInputError(f"excerpt is {type(excerpt).__name__}, not str")
-        ttl = None if ttl is None else whole(ttl, "ttl", 1, 1 << 40)
-        n_input = len(array) if n_input is None else whole(n_input, "n_input", 0)
-        n_images = whole(n_images, "n_images", 0)
-        main = as_array(state, "state")
-        second = None if draft is None else as_array(draft, "draft")
+        ttl = None if ttl is None else check_int(ttl, "ttl", 1, 1 << 40)
+        n_input = len(array) if n_input is None else check_int(n_input, "n_input", 0)
+        n_images = check_int(n_images, "n_images", 0)
+        main = as_state(state, "state")
+        second = None if draft is None else as_state(draft, "draft")
         job = Job(
             id=new_id(),
             tokens=array,
@@ -260,14 +260,14 @@ class Store:
         are read-only. An entry that cannot be given back right is dropped, with a logged warning, and is a miss.
         """
         self._engine.db.check()
-        id = entry_id(id)
+        id = check_id(id)
         queued, saved = self._behind.get(id)
         if not queued:
             saved = self._engine.get(id)
         if saved is None:
             return None
         if n_tokens is not None and n_tokens != saved.entry.n_tokens:
-            n = whole(n_tokens, "n_tokens", 1, saved.entry.n_tokens)
+            n = check_int(n_tokens, "n_tokens", 1, saved.entry.n_tokens)
             saved = SavedState(
                 saved.entry,
                 saved.tokens[:n],
@@ -284,7 +284,7 @@ class Store:
             if saved is None or saved.entry.entry_class != "normal":
                 return saved
             # Of two who take at once, one deletes it: the other has a miss.
-            return saved if self._engine.delete(entry_id(id), "resident", "taken") else None
+            return saved if self._engine.delete(check_id(id), "resident", "taken") else None
 
     def match(self, tokens: Any) -> Match | None:
         """The entry that can serve the most leading tokens of a request, and how many; None where none serves any.
@@ -304,7 +304,7 @@ class Store:
     def entry(self, id: int) -> Entry | None:
         """What is known of an entry; reads none of its bytes."""
         self._engine.db.check()
-        queued, entry = self._behind.lookup(entry_id(id))
+        queued, entry = self._behind.lookup(check_id(id))
         if queued:
             return entry
         return self._engine.past_damage(self._engine.entry, int(id))
@@ -315,7 +315,7 @@ class Store:
         if entry_class is not None:
             choice(entry_class, CLASSES, "class")
         if family is not None:
-            family = whole(family, "family", 0, (1 << 64) - 1)
+            family = check_int(family, "family", 0, (1 << 64) - 1)
         return self._entries(family, entry_class)
 
     def _entries(self, family: int | None, entry_class: str | None) -> Iterator[Entry]:
@@ -336,9 +336,9 @@ class Store:
         if entry_class is not None:
             choice(entry_class, CLASSES, "class")
         choice(source, SOURCES, "source")
-        seconds = None if ttl is None else whole(ttl, "ttl", 0, 1 << 40)
+        seconds = None if ttl is None else check_int(ttl, "ttl", 0, 1 << 40)
         with self._settled():
-            return self._engine.set(entry_id(id), entry_class, source, seconds)
+            return self._engine.set(check_id(id), entry_class, source, seconds)
 
     def delete(self, id: int, *, children: str = "resident") -> list[int]:
         """Removes an entry; gives the ids of all that went.
@@ -348,7 +348,7 @@ class Store:
         """
         choice(children, ("resident", "keep", "drop"), "value of children")
         with self._settled():
-            removed = self._engine.delete(entry_id(id), children)
+            removed = self._engine.delete(check_id(id), children)
         self._wake()
         return removed
 
@@ -364,11 +364,11 @@ class Store:
     def _learn(self, tokens: Any, n_tokens: int | None) -> Entry:
         engine = self._engine
         if isinstance(tokens, int | np.integer):
-            id = entry_id(tokens)
+            id = check_id(tokens)
             entry = self.entry(id)
             if entry is None:
                 raise NotFoundError(f"no entry {hex_id(id)}", id=hex_id(id))
-            n = entry.n_tokens if n_tokens is None else whole(n_tokens, "n_tokens", 1, entry.n_tokens)
+            n = entry.n_tokens if n_tokens is None else check_int(n_tokens, "n_tokens", 1, entry.n_tokens)
             with engine.db.read() as c:
                 theirs = queries.fingerprint_of(c, id)
             if theirs is not None and theirs != engine.fingerprint:
@@ -377,7 +377,7 @@ class Store:
                 )
         else:
             array = as_tokens(tokens)
-            n = len(array) if n_tokens is None else whole(n_tokens, "n_tokens", 1, len(array))
+            n = len(array) if n_tokens is None else check_int(n_tokens, "n_tokens", 1, len(array))
             with engine.db.read() as c:
                 found = learning.source_of(engine, c, array[:n])
             if found is None:
@@ -445,7 +445,7 @@ class Store:
         self._settle()
         space = self._engine.space
         if max_size is not None:
-            max_size = whole(max_size, "max_size", 1)
+            max_size = check_int(max_size, "max_size", 1)
             space.check_size(max_size)
         removed: list[int] = []
         engine = self._engine

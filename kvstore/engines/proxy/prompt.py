@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...types import Tokens
+from ...util.buffers import common_prefix_length
 
 CHAT_PATHS = ("/v1/chat/completions", "/chat/completions")
 COMPLETION_PATHS = ("/completion", "/completions", "/v1/completions")
@@ -160,9 +161,7 @@ def parse(path: str, body: bytes) -> Prompt | None:
 
 def common(a: Tokens, b: Tokens) -> int:
     """How many leading tokens are equal."""
-    n = min(a.shape[0], b.shape[0])
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if differ.size else n
+    return common_prefix_length(a, b)
 
 
 def continues(earlier: list[Any], messages: list[Any]) -> int | None:

@@ -23,7 +23,7 @@ from .. import InvalidInputError, KVStoreError, StoreIOError, bkvd
 from .. import Store as _Store
 from ..errors import extra
 from ..util.hashing import digest
-from . import base, screen
+from . import base, output
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 LAYERS, ROW = 16, 512  # of the bench's state: 16 KiB a token
@@ -41,7 +41,7 @@ def bench(as_json: bool, folder: str, mib: float, rounds: int) -> None:
 
     Put, get and sharing of a state, beside a plain file and a copy in memory.
     """
-    n = int(mib * screen.MIB) // (2 * LAYERS * ROW)
+    n = int(mib * output.MIB) // (2 * LAYERS * ROW)
     try:
         with tempfile.TemporaryDirectory(prefix=".kvstore-bench-", dir=folder) as place:
             rows = _measure(Path(place), n, rounds)
@@ -51,12 +51,12 @@ def bench(as_json: bool, folder: str, mib: float, rounds: int) -> None:
         raise StoreIOError(f"{folder} cannot be used: {error.strerror}", hint="give another folder") from error
     size = _state(n, 0).size
     if as_json:
-        screen.data({name: {"seconds": s, "bytes": size, "mib_per_second": size / s / screen.MIB} for name, s in rows})
+        output.data({name: {"seconds": s, "bytes": size, "mib_per_second": size / s / output.MIB} for name, s in rows})
         return
-    screen.note(f"a state of {screen.mib(size)} MiB, {n:,} tokens; the median of {rounds}")
-    grid = screen.Grid("", ">seconds", ">MiB/s")
+    output.note(f"a state of {output.mib(size)} MiB, {n:,} tokens; the median of {rounds}")
+    grid = output.Grid("", ">seconds", ">MiB/s")
     for name, seconds in rows:
-        grid.row(name, f"{seconds:.3f}", f"{size / seconds / screen.MIB:,.0f}")
+        grid.row(name, f"{seconds:.3f}", f"{size / seconds / output.MIB:,.0f}")
     grid.show()
 
 
@@ -95,7 +95,7 @@ def _measure(place: Path, n: int, rounds: int) -> list[tuple[str, float]]:
             os.fsync(fd)
 
     for number in range(rounds):
-        screen.note(f"round {number + 1} of {rounds}") if sys.stderr.isatty() else None
+        output.note(f"round {number + 1} of {rounds}") if sys.stderr.isatty() else None
         timed("copy in memory", parent.copy)
         timed("digest", partial(digest, parent))
         timed("plain file, written and synced", plain)
@@ -136,7 +136,7 @@ def demo(as_json: bool, tokens: int, conversations: int, keep: str | None) -> in
     began = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):
         code = show.main(words)
-    screen.data({"ok": code == 0, "seconds": round(time.perf_counter() - began, 1)})
+    output.data({"ok": code == 0, "seconds": round(time.perf_counter() - began, 1)})
     return code
 
 
@@ -164,4 +164,4 @@ def completion(shell: str, as_json: bool) -> None:
     assert found is not None
     root = click.get_current_context().find_root()
     source = found(root.command, {}, "kvstore", "_KVSTORE_COMPLETE").source()
-    screen.data({"shell": shell, "source": source}) if as_json else click.echo(source)
+    output.data({"shell": shell, "source": source}) if as_json else click.echo(source)

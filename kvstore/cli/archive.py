@@ -1,12 +1,12 @@
-"""What `export` writes and `import` reads: a folder, or a tar archive, with these files for each entry:
+"""The format of exports: a folder, or a tar archive, with these files for each entry:
 
-    <id>.json     format, fingerprint, number of images, whether it came in a file
+    <id>.json     format, fingerprint, number of images, whether it was put from a file
     <id>.meta     the meta block, 512 bytes (see `kvstore.meta`)
-    <id>.draft    the draft model's state, where there is one
-    <id>.bin      a slot file with the tokens and the state: the same bytes, where the entry came in one
+    <id>.draft    the draft model's state, if there is one
+    <id>.bin      a slot file with the tokens and the state: the same bytes, if the entry was put from one
 
-The slot file is the last of the four to be there. What is stored as a delta travels whole. Parents come first, so what
-was shared is shared again.
+The slot file is written last. Deltas are exported as whole states. Parents come before their children, so that an import
+can store the children as deltas again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAGICS = (b"qsgg", b"nsgg")
 
 
 def file_of(item: Exported) -> SlotFile:
-    """The entry as the file it came in, or as a slot file."""
+    """The entry as the file that it was put from, or as a slot file."""
     file = slotfile.with_head(item.head, item.tokens, item.main)
     # A plain list cannot begin with -1.
     packed = file.packed or (item.head is None and item.tokens[0] == -1)
@@ -43,7 +43,7 @@ def file_of(item: Exported) -> SlotFile:
 
 
 def parts_of(item: Exported) -> dict[str, list[bytes | memoryview]]:
-    """The bytes of each of the entry's files, by suffix, in pieces that are not copied."""
+    """The bytes of each file of the entry, by suffix, in pieces that are not copied."""
     file = file_of(item)
     facts = {
         "format": FORMAT,
@@ -53,11 +53,10 @@ def parts_of(item: Exported) -> dict[str, list[bytes | memoryview]]:
         "from_file": item.head is not None,
         "draft": item.draft is not None,
     }
-    head = slotfile.head_bytes(file.kind, file.version, file.tokens, file.packed, file.media, file.padding)
     parts: dict[str, list[bytes | memoryview]] = {
         ".json": [json.dumps(facts, ensure_ascii=False, indent=2).encode() + b"\n"],
         ".meta": [item.block.pack()],
-        ".bin": [head, item.main.data],
+        ".bin": [file.header(), item.main.data],
     }
     if item.draft is not None:
         parts[".draft"] = [item.draft.data]
@@ -68,7 +67,7 @@ def parts_of(item: Exported) -> dict[str, list[bytes | memoryview]]:
 
 
 def to_folder(folder: Path, items: Iterable[Exported]) -> int:
-    """Writes each entry's files; an entry that is cut off leaves no new one. Gives the number of entries."""
+    """Writes the files of each entry and returns the number of entries. An entry that fails leaves no new file."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     n = 0
     for item in items:
@@ -78,7 +77,7 @@ def to_folder(folder: Path, items: Iterable[Exported]) -> int:
             for suffix, parts in parts_of(item).items():
                 slotfile.write_parts(folder / (name + suffix), parts)
         except BaseException:
-            for suffix in set(SUFFIXES) - there:  # those of an earlier export stay
+            for suffix in set(SUFFIXES) - there:  # files of an earlier export stay
                 with suppress(OSError):
                     (folder / (name + suffix)).unlink()
             raise
@@ -87,7 +86,7 @@ def to_folder(folder: Path, items: Iterable[Exported]) -> int:
 
 
 class _Pieces(io.RawIOBase):
-    """Reads pieces of bytes one after another, then what a stream has."""
+    """Reads pieces of bytes one after another, then the rest of a stream."""
 
     def __init__(self, pieces: list[bytes | memoryview], rest: Any = None) -> None:
         self._left = [memoryview(p).cast("B") for p in pieces]
@@ -108,12 +107,12 @@ class _Pieces(io.RawIOBase):
 
 
 def joined(start: bytes, rest: Any) -> BinaryIO:
-    """A stream of which the start has been read already."""
+    """A stream whose start has been read already."""
     return io.BufferedReader(_Pieces([start] if start else [], rest), 1 << 20)
 
 
 def to_tar(out: Any, items: Iterable[Exported]) -> int:
-    """Writes an archive to a stream. Gives the number of entries."""
+    """Writes an archive to a stream and returns the number of entries."""
     n = 0
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         for item in items:
@@ -137,7 +136,7 @@ def build(parts: dict[str, Any]) -> Exported:
         fingerprint, n_images, from_file = str(facts["fingerprint"]), int(facts["n_images"]), bool(facts["from_file"])
         wants_draft = bool(facts["draft"])
         if facts["format"] != FORMAT:
-            raise InvalidInputError(f"an export of format {facts['format']}", hint="upgrade kvstore")
+            raise InvalidInputError(f"the export has the unknown format {facts['format']}", hint="upgrade kvstore")
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InvalidInputError(f"an export's .json file is damaged: {error}") from None
     if ".meta" not in parts:
@@ -158,7 +157,7 @@ def build(parts: dict[str, Any]) -> Exported:
 
 
 def slot_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The slot and session files of a folder, by name, and the files that are none."""
+    """The slot and session files of a folder, by name, and its other files."""
     found: list[Path] = []
     others: list[Path] = []
     for path in sorted(folder.iterdir()):
@@ -173,7 +172,7 @@ def slot_files(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def order(path: Path) -> tuple[int, int, str]:
-    """The place of a slot file in an import: parents before what is stored against them, then by size."""
+    """The sort key of a slot file in an import: parents before their children, then by size."""
     meta = path.with_suffix(".meta")
     try:
         block = MetaBlock.unpack(meta.read_bytes())
@@ -183,12 +182,12 @@ def order(path: Path) -> tuple[int, int, str]:
 
 
 def of_folder(path: Path) -> Exported | SlotFile:
-    """A slot file, with what an export put beside it."""
+    """A slot file, with the files that an export wrote beside it."""
     sidecar, meta, draft = (path.with_suffix(suffix) for suffix in (".json", ".meta", ".draft"))
     if path.suffix != ".bin" or not meta.is_file() or not sidecar.is_file():
         return slotfile.read(path)
     if meta.stat().st_size != BLOCK_BYTES:
-        raise MetaBlockError(f"{meta} has not {BLOCK_BYTES} bytes")
+        raise MetaBlockError(f"{meta} must have {BLOCK_BYTES} bytes")
     parts: dict[str, Any] = {".json": sidecar.read_bytes(), ".meta": meta.read_bytes(), ".bin": slotfile.load(path)}
     if draft.is_file():
         parts[".draft"] = slotfile.load(draft)
@@ -198,7 +197,7 @@ def of_folder(path: Path) -> Exported | SlotFile:
 def of_tar(
     source: str, stream: BinaryIO, seen: Callable[[int], None]
 ) -> Iterator[tuple[str, Exported | KVStoreError]]:
-    """(name, entry or why it is none) of an archive, one entry in memory at a time; `seen` counts the bytes."""
+    """(name, entry or its error) for each entry of an archive, with one entry in memory at a time. `seen` gets byte counts."""
     parts: dict[str, Any] = {}
     stem = ""
     n_members = n_parts = 0
@@ -229,15 +228,15 @@ def of_tar(
         if not n_members:
             raise SlotFileError(
                 f"{source} is neither an export nor a slot file",
-                hint="give what `kvstore export` wrote, or what llama-server saved",
+                hint="give a file that `kvstore export` wrote or llama-server saved",
             ) from error
         raise SlotFileError(
-            f"the archive {source} cannot be read to its end: {error}", hint="copy it, or export it, again"
+            f"the archive {source} cannot be read to its end: {error}", hint="copy or export it again"
         ) from error
     if n_members and not n_parts:
-        raise SlotFileError(f"the archive {source} holds no export", hint="give what `kvstore export` wrote")
+        raise SlotFileError(f"the archive {source} does not contain an export", hint="give a file that `kvstore export` wrote")
     if parts:
-        raise SlotFileError(f"the archive {source} ends inside an entry", hint="copy it, or export it, again")
+        raise SlotFileError(f"the archive {source} ends inside an entry", hint="copy or export it again")
 
 
 def _all_of(source: Any, member: tarfile.TarInfo) -> Any:

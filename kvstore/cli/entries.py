@@ -9,20 +9,20 @@ from typing import Any
 import click
 
 from .. import Entry, NotFoundError, Store, operate
-from . import base, screen
-from .look import family_of
+from . import base, output
+from .inspect import family_of
 
 
 @click.command(epilog=base.example("kvstore rm cache.db 3f2a 77b0", "kvstore rm cache.db --older 30d --dry-run"))
-@base.common
+@base.common_options
 @click.argument("ids", nargs=-1, shell_complete=base.complete_id)
 @click.option("--family", help="All entries of this family.")
 @click.option("--unused", is_flag=True, help="All entries never restored.")
 @click.option("--older", type=base.Duration(), help="All entries not used for this long: 12h, 30d (s, min, h, d, w).")
-@click.option("--class", "entry_class", type=click.Choice(["normal", "learned", "pinned"]), help="Of these, this class.")
+@click.option("--class", "entry_class", type=click.Choice(["normal", "learned", "pinned"]), help="Only entries of this class.")
 @click.option("--children", type=click.Choice(["keep", "drop"]),
-              help="What becomes of entries stored against one that goes: keep rebuilds them whole.")
-@click.option("--secure", is_flag=True, help="Leave no byte of them in the file: it is written anew.")
+              help="Entries stored against a removed one: keep stores them whole, drop removes them too.")
+@click.option("--secure", is_flag=True, help="Rewrite the file, so that no byte of them is left in it.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @base.yes_option
 def rm(
@@ -41,44 +41,45 @@ def rm(
 ) -> None:
     """Remove entries.
 
-    Those of IDS, or those that the options choose: learned and pinned ones only by id or --class. Asks before it removes
-    more than one; without a terminal that needs --yes.
+    Give IDS, or options that choose entries. Learned and pinned entries are removed only by id or with --class. The command
+    asks before it removes more than one entry; without a terminal it needs --yes.
     """
     chosen = family is not None or unused or older is not None or entry_class is not None
     if bool(ids) == bool(chosen):
         base.usage("give ids, or options that choose entries, not both" if ids else "give ids, or options that choose entries")
     with base.open_store(store, key_file, readonly=dry_run) as opened:
-        gone = _Going(opened, base.find(opened, ids) if ids else None, family_of(family), unused, older or None, entry_class)
-        orphans = gone.orphans()
+        found = base.find(opened, ids) if ids else None
+        selected = _Selection(opened, found, family_of(family), unused, older or None, entry_class)
+        orphans = selected.orphans()
         if orphans and children is None:
             names = ", ".join(sorted(orphans)[:5])
             base.usage(
-                f"{screen.plural(len(orphans), 'entry is', 'entries are')} stored against these ({names}"
+                f"{output.plural(len(orphans), 'entry is', 'entries are')} stored against these ({names}"
                 f"{', ...' if len(orphans) > 5 else ''}): give --children keep or --children drop"
             )
         also = orphans if children == "drop" else []
         removed: list[str] = []
         if dry_run:
-            removed = [e.hex_id for e in gone.entries()] + also
+            removed = [e.hex_id for e in selected.entries()] + also
         else:
-            n = sum(1 for _ in gone.entries()) + len(also)
+            n = sum(1 for _ in selected.entries()) + len(also)
             if n > 1:
                 base.confirm(yes, f"{n:,} entries of {store} would be removed")
-            for entry in gone.children_first():
+            for entry in selected.children_first():
                 removed += [f"{id:016x}" for id in opened.delete(entry.id, children=children or "drop")]
             if secure:
                 operate.wipe(opened)
     if as_json:
-        screen.data({"removed": removed, "dry_run": dry_run})
+        output.data({"removed": removed, "dry_run": dry_run})
     else:
         for text in removed:
             click.echo(text)
-        screen.note(f"{screen.plural(len(removed), 'entry', 'entries')} {'would be ' if dry_run else ''}removed")
+        output.note(f"{output.plural(len(removed), 'entry', 'entries')} {'would be ' if dry_run else ''}removed")
 
 
 @dataclass(frozen=True)
-class _Going:
-    """What `rm` is to remove: `found` by their ids, or what the options choose, which is read in pages."""
+class _Selection:
+    """The entries that `rm` is to remove: those in `found`, or those that match the options, which are read in pages."""
 
     opened: Store
     found: list[Entry] | None
@@ -99,7 +100,7 @@ class _Going:
         )
 
     def children_first(self) -> Iterator[Entry]:
-        """Children before parents: none is rebuilt that goes as well. An entry may come again when it is gone."""
+        """Children before parents, so that no child is stored whole and then removed. An entry can be listed twice."""
         for entry in self.entries():
             yield from self._below(entry)
 
@@ -115,12 +116,12 @@ class _Going:
         return (
             (self.family is None or e.family == self.family)
             and not (self.unused and e.hits)
-            and (self.older is None or screen.seconds_since(e.last_used) >= self.older)
+            and (self.older is None or output.seconds_since(e.last_used) >= self.older)
             and e.entry_class == (self.entry_class or "normal")
         )
 
     def orphans(self) -> list[str]:
-        """The ids of entries that stay, and need one that goes, at any depth."""
+        """The ids of entries that stay but need a removed one, at any depth."""
         parents = [e.id for e in (operate.parents(self.opened) if self.found is None else self.found) if self._has(e)]
         found: dict[int, str] = {}
         while parents:
@@ -133,14 +134,14 @@ class _Going:
 
 
 @click.command("set", epilog=base.example("kvstore set cache.db 3f2a --class pinned", "kvstore set cache.db 3f2a --ttl 7d"))
-@base.common
+@base.common_options
 @click.argument("ids", nargs=-1, required=True, shell_complete=base.complete_id)
 @click.option("--class", "entry_class", type=click.Choice(["normal", "learned", "pinned"]))
-@click.option("--ttl", type=base.Duration(never=True), help="Expires after this from now: 90s, 15min, 12h, 7d, or never.")
+@click.option("--ttl", type=base.Duration(never=True), help="Time from now until they expire: 90s, 15min, 12h, 7d, or never.")
 def set_(
     store: str, key_file: str | None, as_json: bool, ids: tuple[str, ...], entry_class: Any, ttl: int | None
 ) -> None:
-    """Change the class of entries, or when they expire. A learned entry is a parent for others; it is stored whole."""
+    """Change the class of entries, or when they expire. A learned entry is stored whole; others are stored against it."""
     if entry_class is None and ttl is None:
         base.usage("give --class or --ttl")
     with base.open_store(store, key_file, readonly=False) as opened:
@@ -148,24 +149,24 @@ def set_(
             opened.set(e.id, entry_class=entry_class, source="admin", ttl=ttl) for e in base.find(opened, ids)
         ]
     if as_json:
-        screen.data([e.as_dict() for e in changed])
+        output.data([e.as_dict() for e in changed])
         return
-    grid = screen.Grid("id", "class", "expires")
+    grid = output.Grid("id", "class", "expires")
     for e in changed:
-        grid.row(e.hex_id, e.entry_class, screen.expiry(e))
+        grid.row(e.hex_id, e.entry_class, output.expiry(e))
     grid.show()
 
 
 @click.command(
     epilog=base.example("kvstore learn cache.db 3f2a --n-tokens 1024", "kvstore learn cache.db --tokens prefix.json")
 )
-@base.common
+@base.common_options
 @click.argument("id", required=False, shell_complete=base.complete_id)
-@click.option("--n-tokens", type=click.IntRange(1), help="How many of its tokens; without it all.")
-@click.option("--tokens", help="The prefix itself: a JSON list, or a file with one.")
-@click.option("--fingerprint", default=None, help="With --tokens: of the entries to look among.")
+@click.option("--n-tokens", type=click.IntRange(1), help="Length of the prefix in tokens (default: all).")
+@click.option("--tokens", help="The tokens of the prefix: a JSON list, or a file that contains one.")
+@click.option("--fingerprint", default=None, help="With --tokens: the fingerprint of the entries to search.")
 @click.option("--min-saved", type=base.size(), default=None, show_default="an eighth of each state",
-              help="Share where it saves this much: 16 (MiB), 512K, 1G.")
+              help="Store as a delta only if it saves at least this: 16 (MiB), 512K, 1G.")
 def learn(
     store: str,
     key_file: str | None,
@@ -176,9 +177,9 @@ def learn(
     fingerprint: str | None,
     min_saved: float | None,
 ) -> None:
-    """Cut a learned prefix out of a stored state.
+    """Crop a stored state to a prefix and store that as a learned entry.
 
-    The entries that continue it are then stored against it.
+    The entries that continue the prefix are then stored as deltas against it.
     """
     if (id is None) == (tokens is None):
         base.usage("give an id or --tokens")
@@ -193,28 +194,28 @@ def learn(
         before = opened.stats().stored
         learned = opened.learn(wanted, n_tokens)
         found = opened.entry(learned.id)
-        # What was stored before, and is not now: the prefix itself comes on top.
+        # The prefix itself takes room too, so it is added to the bytes before.
         saved = max(0, before + (0 if found is None else found.stored) - opened.stats().stored)
         shared = list(operate.listing(opened, parent=learned.id))
     if found is None:
-        raise NotFoundError(f"entry {learned.hex_id} is gone", id=learned.hex_id)
+        raise NotFoundError(f"entry {learned.hex_id} was deleted meanwhile", id=learned.hex_id)
     if as_json:
-        screen.data({**found.as_dict(), "shared": [e.hex_id for e in shared], "saved_bytes": saved})
+        output.data({**found.as_dict(), "shared": [e.hex_id for e in shared], "saved_bytes": saved})
         return
     click.echo(found.hex_id)
-    screen.note(
-        f"learned {screen.plural(found.n_tokens, 'token')}, {screen.mib(found.size)} MiB; "
-        f"{screen.plural(len(shared), 'entry is', 'entries are')} now stored against it, which saves {screen.mib(saved)} MiB"
+    output.note(
+        f"learned {output.plural(found.n_tokens, 'token')}, {output.mib(found.size)} MiB; "
+        f"{output.plural(len(shared), 'entry is', 'entries are')} now stored against it, which saves {output.mib(saved)} MiB"
     )
 
 
 @click.command(epilog=base.example("kvstore gc cache.db", "kvstore gc cache.db --max-size 2G", "kvstore gc cache.db --secure"))
-@base.common
-@click.option("--secure", is_flag=True, help="Also wipe what was deleted before: the file is written anew.")
+@base.common_options
+@click.option("--secure", is_flag=True, help="Also rewrite the file, so that nothing deleted earlier is left in it.")
 @click.option("--max-size", type=base.Size(),
-              help="Also remove the least recently used until the file has at most this size: 500M, 2G, 1.5T.")
+              help="Also remove least recently used entries until the file is at most this large: 500M, 2G.")
 def gc(store: str, key_file: str | None, as_json: bool, secure: bool, max_size: int | None) -> None:
-    """Remove what has expired, and give free space back to the disk."""
+    """Remove expired entries and return free space to the disk."""
     with base.open_store(store, key_file, readonly=False) as opened:
         before = opened.stats().file_bytes
         removed = opened.gc(max_size=max_size)
@@ -222,13 +223,13 @@ def gc(store: str, key_file: str | None, as_json: bool, secure: bool, max_size: 
             operate.wipe(opened)
         after = opened.stats().file_bytes
     if as_json:
-        gone = [f"{id:016x}" for id in removed]
-        screen.data({"removed": gone, "bytes_before": before, "bytes_after": after, "wiped": secure})
+        ids = [f"{id:016x}" for id in removed]
+        output.data({"removed": ids, "bytes_before": before, "bytes_after": after, "wiped": secure})
         return
-    screen.pairs(
+    output.pairs(
         [
-            ("removed" if max_size is not None else "expired", screen.plural(len(removed), "entry", "entries")),
-            ("file", f"{screen.mib(after)} MiB, {screen.mib(before)} before"),
-            *([("wiped", "nothing that was deleted is left in the file")] if secure else []),
+            ("removed" if max_size is not None else "expired", output.plural(len(removed), "entry", "entries")),
+            ("file", f"{output.mib(after)} MiB, {output.mib(before)} before"),
+            *([("wiped", "no deleted data is left in the file")] if secure else []),
         ]
     )

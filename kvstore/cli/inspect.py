@@ -1,4 +1,4 @@
-"""Commands that look: ls, show, tree, stats. They read, also while others write."""
+"""Commands that inspect a store: ls, show, tree, stats. They only read, and work while other processes write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.tree import Tree
 
 from .. import Entry, LayoutError, Store, layout, operate, slotfile
 from ..types import WHOLE
-from . import base, screen
+from . import base, output
 
 SORTS = ("used", "created", "size", "stored", "tokens", "hits")
 NARROW = 100  # columns
@@ -33,16 +33,16 @@ def family_of(text: str | None) -> int | None:
 
 
 @click.command(epilog=base.example("kvstore ls cache.db --sort size", "kvstore ls cache.db --watch"))
-@base.common
+@base.common_options
 @click.option("--class", "entry_class", type=click.Choice(["normal", "learned", "pinned"]), help="Only this class.")
 @click.option("--family", help="Only this family (16 hex digits).")
 @click.option("--unused", is_flag=True, help="Only entries never restored.")
 @click.option("--sort", type=click.Choice(list(SORTS)), default="used", show_default=True)
 @click.option("-n", "--limit", type=click.IntRange(1), help="Show at most this many entries.")
-@click.option("--full-ids", is_flag=True, help="All 16 digits, as in a pipe.")
-@click.option("--watch", is_flag=True, help="Follow a store in use, until Ctrl-C.")
+@click.option("--full-ids", is_flag=True, help="Show all 16 digits of ids, as in a pipe.")
+@click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
 @click.option("--every", type=base.seconds(0.05), default=1.0, show_default=True,
-              help="Time between looks: 2 (seconds), 500ms, 1min.")
+              help="Interval of --watch: 2 (seconds), 500ms, 1min.")
 def ls(
     store: str,
     key_file: str | None,
@@ -56,7 +56,7 @@ def ls(
     watch: bool,
     every: float,
 ) -> None:
-    """List the entries of STORE, the last used first."""
+    """List the entries of STORE, the most recently used first."""
     number = family_of(family)
 
     def look(opened: Store, most: int | None = None) -> list[Entry]:
@@ -70,28 +70,28 @@ def ls(
         if watch:
             _watch(opened, look, every, as_json, full_ids)
         elif as_json:
-            screen.data([e.as_dict() for e in look(opened)])
+            output.data([e.as_dict() for e in look(opened)])
         else:
             _table(look(opened), full_ids).show()
 
 
-def _table(entries: list[Entry], full_ids: bool) -> screen.Grid:
+def _table(entries: list[Entry], full_ids: bool) -> output.Grid:
     width = 16 if full_ids or not sys.stdout.isatty() else base.id_width(entries)
-    # Half a line of a terminal of 80 columns is for the text.
-    narrow = sys.stdout.isatty() and screen.terminal_width() < NARROW
+    # In a terminal of 80 columns, half of a line is for the excerpt.
+    narrow = sys.stdout.isatty() and output.terminal_width() < NARROW
     more = [] if narrow else [">hits", "expires", "parent"]
-    grid = screen.Grid("id", ">tokens", ">MiB", ">stored", "class", "used", *more, "excerpt")
+    grid = output.Grid("id", ">tokens", ">MiB", ">stored", "class", "used", *more, "excerpt")
     for e in entries:
         parent = "-" if e.parent is None else f"{e.parent:016x}"[:width]
         grid.row(
             Text(e.hex_id[:width], style="bold"),
             f"{e.n_tokens:,}",
-            screen.mib(e.size),
-            screen.mib(e.stored),
+            output.mib(e.size),
+            output.mib(e.stored),
             Text(e.entry_class, style=STYLES[e.entry_class]),
-            screen.age(e.last_used),
-            *([] if narrow else [f"{e.hits:,}", screen.expiry(e), parent]),
-            screen.excerpt(e.excerpt),
+            output.age(e.last_used),
+            *([] if narrow else [f"{e.hits:,}", output.expiry(e), parent]),
+            output.excerpt(e.excerpt),
         )
     return grid
 
@@ -102,8 +102,8 @@ def _watch(
     def summary() -> Text:
         stats = opened.stats()
         return Text(
-            f"{screen.plural(sum(stats.entries.values()), 'entry', 'entries')}, {screen.mib(stats.size)} MiB as put, "
-            f"{screen.mib(stats.stored)} MiB stored, {stats.hits:,} hits, {stats.misses:,} misses",
+            f"{output.plural(sum(stats.entries.values()), 'entry', 'entries')}, {output.mib(stats.size)} MiB as put, "
+            f"{output.mib(stats.stored)} MiB stored, {stats.hits:,} hits, {stats.misses:,} misses",
             style="dim",
         )
 
@@ -111,7 +111,7 @@ def _watch(
         if as_json or not sys.stdout.isatty():
             while True:
                 if as_json:
-                    screen.data([e.as_dict() for e in look(opened)])
+                    output.data([e.as_dict() for e in look(opened)])
                 else:
                     _table(look(opened), full_ids).show()
                     click.echo()
@@ -123,16 +123,16 @@ def _watch(
                 live.update(Group(summary(), Text(""), _table(rows, full_ids).table), refresh=True)
                 time.sleep(every)
     except KeyboardInterrupt:
-        return  # how it is meant to end
+        return  # the normal end of --watch
 
 
 @click.command(epilog=base.example("kvstore show cache.db 3f2a", "kvstore show cache.db 3f2a --layout"))
-@base.common
+@base.common_options
 @click.argument("id", shell_complete=base.complete_id)
-@click.option("--layout", "with_layout", is_flag=True, help="Also read its state, and say how it is laid out.")
-@click.option("--tokens", "with_tokens", is_flag=True, help="Also its tokens.")
+@click.option("--layout", "with_layout", is_flag=True, help="Also read the state and show its layout.")
+@click.option("--tokens", "with_tokens", is_flag=True, help="Also show its tokens.")
 def show(store: str, key_file: str | None, as_json: bool, id: str, with_layout: bool, with_tokens: bool) -> None:
-    """Show all that is known of an entry."""
+    """Show everything that the store knows about an entry."""
     with base.open_store(store, key_file) as opened:
         (entry,) = base.find(opened, [id])
         fingerprint, head = operate.fingerprint(opened, entry.id), operate.head(opened, entry.id)
@@ -157,54 +157,54 @@ def show(store: str, key_file: str | None, as_json: bool, id: str, with_layout: 
             facts["layout"] = layout.parse(item.main).as_dict()
         except LayoutError as error:
             facts["layout"] = None
-            screen.note(f"its layout is not understood: {error.message}")
+            output.note(f"the layout of its state is not understood: {error.message}")
     if as_json:
-        screen.data(facts)
+        output.data(facts)
         return
     saved = entry.size - entry.stored
     rows = [
         ("id", entry.hex_id),
-        ("tokens", f"{entry.n_tokens:,}" + (f", {screen.plural(entry.n_images, 'image')}" if entry.n_images else "")),
+        ("tokens", f"{entry.n_tokens:,}" + (f", {output.plural(entry.n_images, 'image')}" if entry.n_images else "")),
         ("class", f"{entry.entry_class} (by {entry.source})"),
-        ("size", f"{screen.mib(entry.size)} MiB"),
-        ("stored", f"{screen.mib(entry.stored)} MiB" + (f", {screen.mib(saved)} shared" if entry.parent else ", whole")),
+        ("size", f"{output.mib(entry.size)} MiB"),
+        ("stored", f"{output.mib(entry.stored)} MiB" + (f", {output.mib(saved)} shared" if entry.parent else ", whole")),
         ("parent", "-" if entry.parent is None else f"{entry.parent:016x}"),
         ("children", str(len(children))),
-        ("created", f"{screen.date(entry.created_at)}, {screen.age(entry.created_at)}"),
-        ("used", f"{screen.date(entry.last_used)}, {screen.age(entry.last_used)}, {screen.plural(entry.hits, 'hit')}"),
-        ("expires", screen.expiry(entry)),
+        ("created", f"{output.date(entry.created_at)}, {output.age(entry.created_at)}"),
+        ("used", f"{output.date(entry.last_used)}, {output.age(entry.last_used)}, {output.plural(entry.hits, 'hit')}"),
+        ("expires", output.expiry(entry)),
         ("family", f"{entry.family:016x}"),
-        ("input", f"{screen.plural(entry.n_input, 'token')} of the request that made it"),
+        ("input", f"{output.plural(entry.n_input, 'token')} in the request that created it"),
         ("fingerprint", fingerprint or "-"),
         ("came in", "no file" if came is None else f"a {came['kind']}, version {came['version']}"),
-        ("excerpt", screen.excerpt(entry.excerpt) or "-"),
+        ("excerpt", output.excerpt(entry.excerpt) or "-"),
     ]
     if with_tokens:
         rows.append(("token ids", " ".join(map(str, facts["tokens"]))))
-    screen.pairs(rows)
+    output.pairs(rows)
     if facts.get("layout"):
         _show_layout(facts["layout"])
 
 
 def _show_layout(found: dict[str, Any]) -> None:
     click.echo()
-    rows = [("envelope", found["envelope"]), ("can be cut", "at any token" if found["can_crop"] else "no")]
+    rows = [("envelope", found["envelope"]), ("can be cropped", "at any token" if found["can_crop"] else "no")]
     if found["checkpoints"]:
         rows.append(("checkpoints", ", ".join(map(str, found["checkpoints"]))))
     for part in found["parts"]:
-        size = screen.mib(part["to"] - part["from"])
-        cells = screen.plural(sum(part["cells"]), "cell")
-        rows.append((part["kind"], f"{cells}, {screen.plural(part['n_layer'], 'layer')}, {size} MiB"))
-    screen.pairs(rows)
+        size = output.mib(part["to"] - part["from"])
+        cells = output.plural(sum(part["cells"]), "cell")
+        rows.append((part["kind"], f"{cells}, {output.plural(part['n_layer'], 'layer')}, {size} MiB"))
+    output.pairs(rows)
 
 
 @click.command(epilog=base.example("kvstore tree cache.db"))
-@base.common
+@base.common_options
 @click.option("--family", help="Only this family (16 hex digits).")
 def tree(store: str, key_file: str | None, as_json: bool, family: str | None) -> None:
-    """Draw the prefixes of STORE with what is stored against them.
+    """Draw the prefixes of STORE with the entries that are stored against them.
 
-    Sizes in MiB: as put, as stored, and what sharing saves.
+    Sizes are in MiB: as put, as stored, and saved by sharing.
     """
     with base.open_store(store, key_file) as opened:
         entries = list(opened.entries(family=family_of(family)))
@@ -212,10 +212,10 @@ def tree(store: str, key_file: str | None, as_json: bool, family: str | None) ->
     known = {e.id for e in entries}
     for e in sorted(entries, key=lambda e: (e.family, e.n_tokens, e.id)):
         children[e.parent if e.parent in known else None].append(e)
-    # Those that share come first, the largest saving at the top.
+    # Prefixes with children come first, the largest saving at the top.
     roots = sorted(children[None], key=lambda e: (-sum(c.size - c.stored for c in children[e.id]), -e.size))
     if as_json:
-        screen.data([{**e.as_dict(), "children": [c.as_dict() for c in children[e.id]]} for e in roots])
+        output.data([{**e.as_dict(), "children": [c.as_dict() for c in children[e.id]]} for e in roots])
         return
     width = 16 if not sys.stdout.isatty() else base.id_width(entries)
     size, stored = sum(e.size for e in entries), sum(e.stored for e in entries)
@@ -226,48 +226,48 @@ def tree(store: str, key_file: str | None, as_json: bool, family: str | None) ->
         for child in own:
             branch.add(_leaf(child, width, []))
         branches.append(branch)
-    total = f"{screen.plural(len(entries), 'entry', 'entries')}: {screen.mib(size)} MiB as put, {screen.mib(stored)} stored"
-    branches.append(Text(f"{total}, sharing saves {screen.mib(size - stored)} MiB", style="bold"))
-    screen.show(Group(*branches))
+    total = f"{output.plural(len(entries), 'entry', 'entries')}: {output.mib(size)} MiB as put, {output.mib(stored)} stored"
+    branches.append(Text(f"{total}, sharing saves {output.mib(size - stored)} MiB", style="bold"))
+    output.show(Group(*branches))
 
 
 def _leaf(e: Entry, width: int, children: list[Entry]) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(e.hex_id[:width], style="bold")
-    text.append(f"  {e.n_tokens:>7,} tokens  {screen.mib(e.size):>10} MiB")
-    text.append(f"  {screen.mib(e.stored):>10} stored", style="green" if e.parent else "")
+    text.append(f"  {e.n_tokens:>7,} tokens  {output.mib(e.size):>10} MiB")
+    text.append(f"  {output.mib(e.stored):>10} stored", style="green" if e.parent else "")
     if e.entry_class != "normal":
         text.append(f"  {e.entry_class}", style=STYLES[e.entry_class])
     if children:
-        text.append(f"  saves {screen.mib(sum(c.size - c.stored for c in children))} MiB", style="green")
+        text.append(f"  saves {output.mib(sum(c.size - c.stored for c in children))} MiB", style="green")
     if e.excerpt:
-        text.append(f"  {screen.excerpt(e.excerpt)}", style="dim")
+        text.append(f"  {output.excerpt(e.excerpt)}", style="dim")
     return text
 
 
 @click.command(epilog=base.example("kvstore stats cache.db"))
-@base.common
+@base.common_options
 def stats(store: str, key_file: str | None, as_json: bool) -> None:
-    """Say what STORE holds, what it saves, and how it was used."""
+    """Show what STORE holds, how much sharing saves, and how it was used."""
     with base.open_store(store, key_file) as opened:
         found = opened.stats()
     if as_json:
-        screen.data(found.as_dict())
+        output.data(found.as_dict())
         return
-    grid = screen.Grid("class", ">entries", ">MiB", ">stored")
+    grid = output.Grid("class", ">entries", ">MiB", ">stored")
     for name, n in found.entries.items():
-        grid.row(name, f"{n:,}", screen.mib(found.size_by_class[name]), screen.mib(found.stored_by_class[name]))
-    grid.row("all", f"{sum(found.entries.values()):,}", screen.mib(found.size), screen.mib(found.stored), style="bold")
+        grid.row(name, f"{n:,}", output.mib(found.size_by_class[name]), output.mib(found.stored_by_class[name]))
+    grid.row("all", f"{sum(found.entries.values()):,}", output.mib(found.size), output.mib(found.stored), style="bold")
     grid.show()
     click.echo()
     asked = found.hits + found.misses
     rate = f" ({100 * found.hits / asked:.0f} %)" if asked else ""
     evicted = ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in found.evictions.items()) or "none"
     whole = [f"{n:,}: {WHOLE[cause]}" for cause, n in found.whole_puts.items()]
-    screen.pairs(
+    output.pairs(
         [
-            ("sharing saves", f"{screen.mib(found.size - found.stored)} MiB"),
-            ("file", f"{screen.mib(found.file_bytes)} MiB with its log, {screen.mib(found.free_bytes)} of them free"),
+            ("sharing saves", f"{output.mib(found.size - found.stored)} MiB"),
+            ("file", f"{output.mib(found.file_bytes)} MiB with its log, {output.mib(found.free_bytes)} of them free"),
             ("served", f"{found.hits:,} of {asked:,} requests{rate}, {found.tokens_served:,} tokens"),
             ("put", f"{found.puts:,}, {found.shared_puts:,} of them shared"),
             ("stored whole", "; ".join(whole) or "none"),

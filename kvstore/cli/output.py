@@ -1,4 +1,4 @@
-"""What a person sees: tables, sizes, ages, progress. Data goes to stdout, all else to stderr."""
+"""Output for a terminal: tables, sizes, ages, progress. Data is written to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ..util.printable import json_text, printable
 
 MIB = 1 << 20
 GAP = 2  # between columns
-MIN_TEXT = 16  # of a column that gives way
-WIDE = 4000  # what a pipe gets: nothing is cut
-AHEAD = 60  # seconds by which clocks may differ
+MIN_TEXT = 16  # the least width of a column that is shortened
+WIDE = 4000  # for a pipe: nothing is cut off
+AHEAD = 60  # seconds by which two clocks may differ
 UNITS = ((86400 * 365, "year"), (86400 * 30, "month"), (86400, "day"), (3600, "hour"), (60, "minute"))
 
 
@@ -33,7 +33,7 @@ def mib(n_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In words, the largest unit alone: "3 hours"."""
+    """In words, in the largest unit only: "3 hours"."""
     for size, name in UNITS:
         if seconds >= size:
             n = int(seconds // size)
@@ -71,7 +71,7 @@ def plural(n: int, one: str, many: str | None = None) -> str:
 
 
 def excerpt(text: str) -> str:
-    """For a terminal: what another program wrote to the file may hold anything."""
+    """An excerpt that is safe to print: another program may have written anything into the file."""
     return printable(clean_excerpt(text))
 
 
@@ -86,7 +86,7 @@ def terminal_width() -> int:
 
 def render(item: RenderableType) -> str:
     terminal = sys.stdout.isatty()
-    # A table too wide for its terminal is wrapped by that, not cut.
+    # The terminal wraps a table that is too wide; nothing is cut off.
     width = None if terminal and not isinstance(item, Table) else WIDE
     console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, width=width, soft_wrap=False)
     with console.capture() as captured:
@@ -99,12 +99,12 @@ def show(item: RenderableType) -> None:
 
 
 def note(text: str) -> None:
-    """A remark to stderr."""
+    """A note to stderr."""
     click.echo(printable(text, lines=True), err=True)
 
 
 class Grid:
-    """A table whose columns are given as `name`, or `>name` where it is a column of numbers."""
+    """A table; `>name` is a column of numbers, aligned to the right."""
 
     def __init__(self, *columns: str) -> None:
         self._columns = columns
@@ -122,7 +122,7 @@ class Grid:
             for i, column in enumerate(self._columns)
         ]
         if sys.stdout.isatty() and not self._columns[-1].startswith(">"):
-            # The last column, a text, gives way to the width of the terminal.
+            # The last column is text and is shortened to fit the terminal.
             room = terminal_width() - sum(widths[:-1]) - GAP * (len(widths) - 1)
             widths[-1] = min(widths[-1], max(MIN_TEXT, room))
         for column, width in zip(self._columns, widths, strict=True):
@@ -138,7 +138,7 @@ class Grid:
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> None:
-    """Names and values, below each other."""
+    """Names and values, one pair a line."""
     grid = Table(box=None, pad_edge=False, show_header=False, padding=(0, GAP, 0, 0))
     names = max(len(name) for name, _ in rows)
     grid.add_column(no_wrap=True, style="bold", width=names)
@@ -150,7 +150,7 @@ def pairs(rows: Sequence[tuple[str, str]]) -> None:
 
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Lends a function of (bytes done, bytes in all) that moves a bar; on a terminal alone."""
+    """Yields a function (bytes done, total bytes) that moves a progress bar. Without a terminal it does nothing."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return

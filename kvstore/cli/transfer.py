@@ -1,4 +1,4 @@
-"""Commands that move entries in and out: put, get, import, export."""
+"""Commands that move entries into and out of a store: put, get, import, export."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from .. import (
 from ..operate import Exported
 from ..slotfile import SlotFile
 from ..util import fsutil
-from . import base, bundle, screen
+from . import archive, base, output
 
 
 def _results(entries: list[tuple[str, Entry]], as_json: bool) -> None:
     if as_json:
-        screen.data([{"file": name, **entry.as_dict()} for name, entry in entries])
+        output.data([{"file": name, **entry.as_dict()} for name, entry in entries])
         return
     if not entries:
         return
-    grid = screen.Grid("id", ">tokens", ">MiB", ">stored", "class", "parent", "file")
+    grid = output.Grid("id", ">tokens", ">MiB", ">stored", "class", "parent", "file")
     for name, e in entries:
         parent = "-" if e.parent is None else f"{e.parent:016x}"
-        grid.row(e.hex_id, f"{e.n_tokens:,}", screen.mib(e.size), screen.mib(e.stored), e.entry_class, parent, name)
+        grid.row(e.hex_id, f"{e.n_tokens:,}", output.mib(e.size), output.mib(e.stored), e.entry_class, parent, name)
     grid.show()
 
 
@@ -54,10 +54,10 @@ def _read_file(name: str) -> Any:
 
 _min_saved = click.option(
     "--min-saved", type=base.size(), default=None, show_default="an eighth of each state",
-    help="Share where it saves this much: 16 (MiB), 512K, 1G.",
+    help="Store as a delta only if it saves at least this: 16 (MiB), 512K, 1G.",
 )
 _fingerprint = click.option(
-    "--fingerprint", default="", help="Names the model and its settings; states never cross from one to another."
+    "--fingerprint", default="", help="Names the model and its settings. A state is never used under another fingerprint."
 )
 
 
@@ -68,17 +68,17 @@ _fingerprint = click.option(
         "kvstore put cache.db state.raw --tokens '[1, 15043, 3186]'",
     )
 )
-@base.common
+@base.common_options
 @click.argument("files", nargs=-1, required=True, type=click.Path(allow_dash=True))
-@click.option("--tokens", help="The tokens of a raw state: a JSON list, or a file with one.")
-@click.option("--draft", type=click.Path(dir_okay=False), help="The state of the draft model, raw or a slot file.")
+@click.option("--tokens", help="The tokens of a raw state: a JSON list, or a file that contains one.")
+@click.option("--draft", type=click.Path(dir_okay=False), help="The state of the draft model, raw or in a slot file.")
 @click.option("--class", "entry_class", type=click.Choice(["normal", "learned", "pinned"]), default="normal")
-@click.option("--ttl", type=base.Duration(never=True), help="Expires after this: 90s, 15min, 12h, 7d, or never.")
-@click.option("--excerpt", default="", help="The start of the first user message, for people.")
-@click.option("--n-system", type=click.IntRange(0), default=0, help="Tokens of the system block.")
+@click.option("--ttl", type=base.Duration(never=True), help="Time until it expires: 90s, 15min, 12h, 7d, or never.")
+@click.option("--excerpt", default="", help="The start of the first user message, shown in lists.")
+@click.option("--n-system", type=click.IntRange(0), default=0, help="Number of tokens in the system block.")
 @_fingerprint
 @_min_saved
-@click.option("--whole", is_flag=True, help="Do not share it.")
+@click.option("--whole", is_flag=True, help="Store it whole, not as a delta.")
 def put(
     store: str,
     key_file: str | None,
@@ -94,19 +94,22 @@ def put(
     min_saved: float | None,
     whole: bool,
 ) -> None:
-    """Store slot files, session files or raw states. STORE is made if it is not there; FILES may be folders."""
+    """Store slot files, session files or raw states.
+
+    STORE is created if it does not exist. FILES can be folders.
+    """
     if (tokens or draft) and (len(files) > 1 or Path(files[0]).is_dir()):
-        base.usage("--tokens and --draft belong to a single file")
+        base.usage("--tokens and --draft need a single file")
     names = list(_expand(files))
     for name in (*names, *([draft] if draft else [])):
         if name != "-" and not os.path.exists(name):
-            raise base.missing(name)  # before a store is made for it
+            raise base.missing(name)  # before a store is created for it
     done: list[tuple[str, Entry]] = []
     with (
         base.open_store(
             store, key_file, create=True, readonly=False, fingerprint=fingerprint, min_saved_mib=min_saved
         ) as opened,
-        screen.progress("storing") as moved,
+        output.progress("storing") as moved,
     ):
         total = sum(os.path.getsize(n) for n in names if os.path.isfile(n))
         for name in names:
@@ -131,12 +134,12 @@ def put(
 
 
 def _expand(files: tuple[str, ...]) -> Iterator[str]:
-    """The files, and those of the folders, the shortest first: what others continue is there before them."""
+    """The files, and the files of folders, the shortest first: a prefix is then stored before the states that continue it."""
     for name in files:
         if name != "-" and Path(name).is_dir():
-            found, others = bundle.slot_files(Path(name))
+            found, others = archive.slot_files(Path(name))
             for other in others:
-                screen.note(f"skipped {other}: not a slot or session file")
+                output.note(f"skipped {other}: not a slot or session file")
             yield from (str(path) for path in sorted(found, key=lambda path: path.stat().st_size))
         else:
             yield name
@@ -154,14 +157,14 @@ def _file(name: str, tokens: str | None) -> SlotFile:
 
 def _draft(name: str) -> Any:
     data = _read_file(name)
-    return slotfile.read(data).state if bytes(memoryview(data)[:4]) in bundle.MAGICS else data
+    return slotfile.read(data).state if bytes(memoryview(data)[:4]) in archive.MAGICS else data
 
 
 def _remark(name: str, file: SlotFile) -> None:
     try:
         layout.parse(file.state)
     except LayoutError:
-        screen.note(f"{name}: its layout is not understood, or it is cut short: stored whole, and served as a whole alone")
+        output.note(f"{name}: the state is cut short, or its layout is not understood; stored whole, and cannot be cropped")
 
 
 @click.command(
@@ -169,40 +172,40 @@ def _remark(name: str, file: SlotFile) -> None:
         "kvstore get cache.db 3f2a slots/chat.bin", "kvstore get cache.db 3f2a - --format raw | sha256sum"
     )
 )
-@base.common
+@base.common_options
 @click.argument("id", shell_complete=base.complete_id)
 @click.argument("out", type=click.Path(allow_dash=True, dir_okay=False, readable=False))
 @click.option("--format", "form", type=click.Choice(["auto", "slot", "raw"]), default="auto", show_default=True,
-              help="auto: the file that was put, byte for byte.")
-@click.option("--n-tokens", type=click.IntRange(1), help="Cut to the first N tokens.")
-@click.option("--draft", is_flag=True, help="The draft model's state instead, raw.")
+              help="auto: the same bytes as the file that was put.")
+@click.option("--n-tokens", type=click.IntRange(1), help="Crop the state to its first N tokens.")
+@click.option("--draft", is_flag=True, help="Write the draft model's state instead, raw.")
 def get(
     store: str, key_file: str | None, as_json: bool, id: str, out: str, form: str, n_tokens: int | None, draft: bool
 ) -> None:
     """Write an entry to a file.
 
-    The file OUT ("-": stdout) is complete, or as it was. A device or a FIFO is written to; the target of a symbolic link
-    is replaced, and the link stays.
+    OUT ("-": stdout) is replaced when it is complete; if anything fails, it stays as it was. A device or a FIFO is written
+    to. Of a symbolic link, the target is replaced and the link stays.
     """
     if base.is_stdout(out) and as_json:
-        base.usage("with --json the data needs a file")
+        base.usage("with --json, give a file for the data")
     with base.open_store(store, key_file) as opened:
         (entry,) = base.find(opened, [id])
         saved = opened.get(entry.id, n_tokens=n_tokens)
         if saved is None:
             if opened.entry(entry.id) is None:
-                raise NotFoundError(f"entry {entry.hex_id} is gone", id=entry.hex_id)
-            raise CorruptStoreError(f"entry {entry.hex_id} is damaged and cannot be served", id=entry.hex_id)
+                raise NotFoundError(f"entry {entry.hex_id} was deleted meanwhile", id=entry.hex_id)
+            raise CorruptStoreError(f"entry {entry.hex_id} is damaged and cannot be read", id=entry.hex_id)
         parts = _parts(opened, saved, form, n_tokens, draft)
     _write(out, parts)
     if as_json:
-        screen.data({**entry.as_dict(), "file": out, "file_bytes": sum(memoryview(p).nbytes for p in parts)})
+        output.data({**entry.as_dict(), "file": out, "file_bytes": sum(memoryview(p).nbytes for p in parts)})
 
 
 def _parts(opened: Store, saved: SavedState, form: str, n_tokens: int | None, draft: bool) -> list[bytes | memoryview]:
     if draft:
         if saved.draft is None:
-            raise NotFoundError(f"entry {saved.entry.hex_id} has no draft state")
+            raise NotFoundError(f"entry {saved.entry.hex_id} does not have a draft state")
         return [saved.draft.data]
     head = operate.head(opened, saved.entry.id)
     if form == "raw" or (form == "auto" and head is None):
@@ -210,7 +213,7 @@ def _parts(opened: Store, saved: SavedState, form: str, n_tokens: int | None, dr
     file = slotfile.with_head(head, saved.tokens, saved.main)
     if n_tokens is not None and file.media:
         file = replace(file, media=tuple(m for m in file.media if m.start < n_tokens), padding=b"")
-    return [slotfile.head_bytes(file.kind, file.version, file.tokens, file.packed, file.media, file.padding), saved.main.data]
+    return [file.header(), saved.main.data]
 
 
 def _write(out: str, parts: list[bytes | memoryview]) -> None:
@@ -230,46 +233,46 @@ def _write(out: str, parts: list[bytes | memoryview]) -> None:
         "kvstore export cache.db --to - | ssh box kvstore import cache.db -",
     )
 )
-@base.common
+@base.common_options
 @click.argument("ids", nargs=-1, shell_complete=base.complete_id)
 @click.option("--to", "target", required=True, type=click.Path(allow_dash=True, readable=False),
               help='A folder, an archive (*.tar), or "-": an archive to stdout.')
-@click.option("--force", is_flag=True, help="Replace an archive that is there.")
+@click.option("--force", is_flag=True, help="Replace an archive that exists.")
 def export(
     store: str, key_file: str | None, as_json: bool, ids: tuple[str, ...], target: str, force: bool
 ) -> None:
-    """Write entries with everything that belongs to them.
+    """Export entries with all their data, to be imported into another store.
 
-    All entries, or IDS; to be imported elsewhere.
+    Exports all entries, or those with the given IDS.
     """
     to_stdout = base.is_stdout(target)
     if to_stdout and as_json:
-        base.usage("with --json the data needs a file")
-    archive = not to_stdout and _is_archive(target)
+        base.usage("with --json, give a file for the data")
+    to_archive = not to_stdout and _is_archive(target)
     with ExitStack() as stack:
         opened = stack.enter_context(base.open_store(store, key_file))
-        # Parents first: what is stored against one is imported after it.
+        # Parents first, so that an import can store their children against them.
         if ids:
             found = sorted(base.find(opened, ids), key=lambda e: (e.parent is not None, e.n_tokens, e.id))
             entries, total = iter(found), sum(e.size for e in found)
         else:
             pages = (operate.listing(opened, shared=shared) for shared in (False, True))
             entries, total = chain.from_iterable(pages), opened.stats().size
-        moved = stack.enter_context(screen.progress("exporting"))
+        moved = stack.enter_context(output.progress("exporting"))
         skipped: list[dict[str, str]] = []
         items = _items(opened, entries, total, moved, skipped)
         if to_stdout:
-            n = bundle.to_tar(base.binary_stdout(), items)
-        elif archive:
+            n = archive.to_tar(base.binary_stdout(), items)
+        elif to_archive:
             n = _archive_to(target, items, force)
         else:
-            n = bundle.to_folder(Path(target), items)
+            n = archive.to_folder(Path(target), items)
     if as_json:
-        screen.data({"exported": n, "skipped": skipped, "to": target})
+        output.data({"exported": n, "skipped": skipped, "to": target})
     else:
-        screen.note(f"{screen.plural(n, 'entry', 'entries')} exported to {target}")
+        output.note(f"{output.plural(n, 'entry', 'entries')} exported to {target}")
     if skipped:
-        raise CorruptStoreError(f"{screen.plural(len(skipped), 'entry', 'entries')} could not be read")
+        raise CorruptStoreError(f"{output.plural(len(skipped), 'entry', 'entries')} could not be read")
 
 
 def _items(
@@ -284,7 +287,7 @@ def _items(
         try:
             item = operate.export(opened, entry.id)
         except KVStoreError as error:
-            screen.note(f"skipped {entry.hex_id}: {error.message}")
+            output.note(f"skipped {entry.hex_id}: {error.message}")
             skipped.append({"id": entry.hex_id, "message": error.message})
             continue
         if item is not None:
@@ -296,12 +299,12 @@ def _items(
 def _archive_to(target: str, items: Iterator[Exported], force: bool) -> int:
     special = fsutil.descriptor_of(target) is not None or fsutil.kind_of(target) is not None
     if os.path.lexists(target) and not force and not special:
-        raise InvalidInputError(f"{target} is there already", hint="give another name, or --force")
+        raise InvalidInputError(f"{target} exists already", hint="give another name, or --force")
     try:
         with fsutil.atomic_write(target, replace=force) as out:
-            return bundle.to_tar(out, items)
+            return archive.to_tar(out, items)
     except FileExistsError:
-        raise InvalidInputError(f"{target} is there already", hint="give another name, or --force") from None
+        raise InvalidInputError(f"{target} exists already", hint="give another name, or --force") from None
     except KVStoreError:
         raise
     except OSError as error:
@@ -309,7 +312,7 @@ def _archive_to(target: str, items: Iterator[Exported], force: bool) -> int:
 
 
 def _is_archive(target: str) -> bool:
-    """Whether --to names an archive, not a folder. Refuses an ending of a kind that is not written."""
+    """Whether --to names an archive, not a folder. Refuses file name endings of other formats."""
     if fsutil.descriptor_of(target) is not None:
         return True
     kind = fsutil.kind_of(target)
@@ -319,7 +322,7 @@ def _is_archive(target: str) -> bool:
     if ending.lower() == ".tar":
         return True
     if re.fullmatch(r"\.\w*[A-Za-z]\w*", ending) or os.path.isfile(target):
-        base.usage(f"{target}: an export is an archive (*.tar) or a folder, whose name may end in /")
+        base.usage(f"{target}: give an archive (*.tar) or a folder, whose name can end in /")
     return False
 
 
@@ -327,19 +330,19 @@ def _is_archive(target: str) -> bool:
     "import",
     epilog=base.example("kvstore import cache.db backup/", "kvstore import cache.db two.tar slots/chat.bin"),
 )
-@base.common
+@base.common_options
 @click.argument("sources", nargs=-1, required=True, type=click.Path(allow_dash=True))
 @_fingerprint
 @_min_saved
 def import_(
     store: str, key_file: str | None, as_json: bool, sources: tuple[str, ...], fingerprint: str, min_saved: float | None
 ) -> None:
-    """Take in exports, slot files and session files.
+    """Import exports, slot files and session files.
 
-    SOURCES are folders, archives (*.tar; "-": from stdin) and files.
+    SOURCES are folders, archives (*.tar; "-": stdin) and files.
 
-    Exported entries keep their id, class, times and fingerprint, and are shared again; of other files --fingerprint is
-    that of their model.
+    Exported entries keep their id, class, times and fingerprint, and are stored as deltas again. Other files are stored
+    under --fingerprint.
     """
     done: list[tuple[str, Entry]] = []
     failed: list[tuple[str, KVStoreError]] = []
@@ -350,7 +353,7 @@ def import_(
             for name, item in _sources(source):
                 if isinstance(item, KVStoreError):
                     failed.append((name, item))
-                    screen.note(f"skipped {name}: {item.message}")
+                    output.note(f"skipped {name}: {item.message}")
                     continue
                 if isinstance(item, SlotFile):
                     done.append((name, opened.put(item.tokens, item.state, head=slotfile.head_of(item))))
@@ -358,7 +361,7 @@ def import_(
                     continue
                 entry = operate.restore(opened, item)
                 if entry is None:
-                    screen.note(f"skipped {name}: it has expired")
+                    output.note(f"skipped {name}: it has expired")
                 else:
                     done.append((name, entry))
     _results(done, as_json)
@@ -384,14 +387,14 @@ def _sources(source: str) -> Iterator[tuple[str, Exported | SlotFile | KVStoreEr
 
 
 def _folder(path: Path) -> Iterator[tuple[str, Exported | SlotFile | KVStoreError]]:
-    found, _ = bundle.slot_files(path)
+    found, _ = archive.slot_files(path)
     if not found:
-        screen.note(f"{path} holds no export, and no slot file")
-    with screen.progress("importing") as moved:
+        output.note(f"{path} does not contain an export or a slot file")
+    with output.progress("importing") as moved:
         total, at = sum(p.stat().st_size for p in found), 0
-        for file in sorted(found, key=bundle.order):
+        for file in sorted(found, key=archive.order):
             try:
-                item: Exported | SlotFile | KVStoreError = bundle.of_folder(file)
+                item: Exported | SlotFile | KVStoreError = archive.of_folder(file)
             except KVStoreError as error:
                 item = error
             yield str(file), item
@@ -400,20 +403,20 @@ def _folder(path: Path) -> Iterator[tuple[str, Exported | SlotFile | KVStoreErro
 
 
 def _stream(name: str, stream: Any, total: int) -> Iterator[tuple[str, Exported | SlotFile | KVStoreError]]:
-    """What a file, a pipe or a device gives: one slot file, or an archive."""
+    """The content of a file, a pipe or a device: one slot file, or an archive."""
     start = b""
     while len(start) < 4 and (piece := stream.read(4 - len(start))):
         start += piece
-    if start not in bundle.MAGICS:
-        yield from _archive(name, bundle.joined(start, stream), total)
+    if start not in archive.MAGICS:
+        yield from _archive(name, archive.joined(start, stream), total)
     elif os.path.isfile(name) and fsutil.descriptor_of(name) is None:
-        yield name, bundle.of_folder(Path(name))
+        yield name, archive.of_folder(Path(name))
     else:
         yield name, slotfile.read(start + stream.read())
 
 
 def _archive(name: str, stream: BinaryIO, total: int) -> Iterator[tuple[str, Exported | KVStoreError]]:
-    with screen.progress("importing") as moved:
+    with output.progress("importing") as moved:
         at = 0
 
         def seen(n: int) -> None:
@@ -421,4 +424,4 @@ def _archive(name: str, stream: BinaryIO, total: int) -> Iterator[tuple[str, Exp
             at += n
             moved(at, total or at)
 
-        yield from bundle.of_tar(name, stream, seen)
+        yield from archive.of_tar(name, stream, seen)
