@@ -272,7 +272,7 @@ def test_a_log_line_is_one_line() -> None:
 def test_the_page_and_its_figures() -> None:
     pytest.importorskip("starlette")
     from kvstore.engines.proxy.metrics import Metrics, Recent
-    from kvstore.engines.proxy.page import PAGE, tree
+    from kvstore.engines.proxy.pages import PAGE, tree
 
     metrics = Metrics()
     metrics.done(Recent(0.0, "/v1/\x9bx", 0, "one\u202etwo\ud800"))

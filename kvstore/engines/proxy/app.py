@@ -8,8 +8,8 @@ import binascii
 import contextlib
 import hmac
 import logging
-import re
-from collections.abc import AsyncIterator, Mapping
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -22,13 +22,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ... import operate
 from ...store import Store
 from ...types import Stats
+from .backend_link import BackendLink, Settings
 from .cache import TAIL_BYTES, Cache
 from .http_client import Answer, HttpError
+from .llama_backend import LlamaServerBackend
 from .metrics import Metrics
-from .page import PAGE, SHOWN, tree
+from .pages import PAGE, SHOWN, tree
 from .prompt import GENERATES, parse
 from .saver import Saver
-from .server import Server, Settings
 from .upstream import Upstream, UpstreamError, end_to_end
 
 log = logging.getLogger("kvstore.proxy")
@@ -41,17 +42,6 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-# Of the server's own paths these may change what it computes, or use a slot.
-_READS_ONLY = ("/tokenize", "/detokenize", "/apply-template")
-
-
-# llama-server answers these without a key: its health, and the files of its page.
-_OPEN = re.compile(
-    rb"/(?:(?:v1/)?health|index\.html|build\.json|sw\.js|manifest\.webmanifest|[\w-]+\.(?:ico|svg|png)"
-    rb"|(?:_app|recommended-mcp)/(?:[\w-]+[./])*[\w-]+)?"
-)
-
-
 # Of a refused request's body so much is read: a connection closed before that may take the answer with it.
 _DRAINED, _DRAIN_SECONDS = 16 << 20, 10.0
 
@@ -100,8 +90,9 @@ class KeyGuard:
     the server's key.
     """
 
-    def __init__(self, app: ASGIApp, key: str | None, listen_host: str) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, listen_host: str, is_open: Callable[[bytes], bool]) -> None:
         self.app = app
+        self.is_open = is_open
         self.key = None if key is None else key.encode()
         self.hosts = {*LOOPBACK_NAMES, listen_host}
 
@@ -123,7 +114,7 @@ class KeyGuard:
             if self.key is not None:
                 if hmac.compare_digest(self._given(request.headers), self.key):
                     scope["with_key"] = True
-                elif own or not (scope["method"] == "OPTIONS" or _OPEN.fullmatch(_target(scope))):
+                elif own or not (scope["method"] == "OPTIONS" or self.is_open(_target(scope))):
                     asks = {"WWW-Authenticate": 'Basic realm="kvstore"'} if own else {}
                     response = _error(401, "Invalid API Key", "authentication_error", scope, asks)
             elif own and (request.url.hostname or "") not in self.hosts:
@@ -189,9 +180,9 @@ class _Client:
 class Forwarder:
     """Everything but the proxy's own pages."""
 
-    def __init__(self, upstream: Upstream, server: Server, cache: Cache, metrics: Metrics, *, keyed: bool) -> None:
+    def __init__(self, upstream: Upstream, link: BackendLink, cache: Cache, metrics: Metrics, *, keyed: bool) -> None:
         self.upstream = upstream
-        self.server = server
+        self.link = link
         self.cache = cache
         self.metrics = metrics
         # The proxy's own key is not the server's business.
@@ -229,7 +220,7 @@ class Forwarder:
         lease = None if prompt is None else await self.cache.lease(scope["path"], prompt)
         if lease is None:
             self.metrics.count("passed")
-            with self.server.slots.passing(body=body):
+            with self.link.slots.passing(taints=self.link.backend.taints(body)):
                 await self._send_on(scope, headers, body, send)
             return
         status: int | None = None
@@ -245,13 +236,14 @@ class Forwarder:
 
     async def _pass(self, scope: Scope, client: _Client, send: Send) -> None:
         content = client.body()
-        if scope["method"] == "POST" and scope["path"] not in _READS_ONLY:
+        backend, path = self.link.backend, scope["path"]
+        if scope["method"] == "POST" and not backend.only_reads(path):
             try:
-                with self.server.slots.passing(scope["path"]):
+                with self.link.slots.passing(slot_id=backend.slot_of(path)):
                     await self._send_on(scope, scope["headers"], content, send, client)
             finally:
-                if scope["path"].startswith("/lora-adapters"):
-                    self.server.forget()
+                if backend.changes_adapters(path):
+                    self.link.invalidate()
             return
         await self._send_on(scope, scope["headers"], content, send, client)
 
@@ -275,7 +267,7 @@ class Forwarder:
                 begun = True
                 return answer.status, await _relay(answer, send, client)
         except HttpError as error:
-            self.server.suspect()
+            self.link.mark_unverified()
             if begun:
                 # The answer stays without its end, and the connection is closed: the client sees a broken answer.
                 log.warning("llama-server broke off: %s", error)
@@ -313,42 +305,41 @@ async def _nothing() -> dict[str, Any]:
 class Pages:
     """What the proxy says of itself."""
 
-    def __init__(self, server: Server, metrics: Metrics, upstream: Upstream, *, private: bool) -> None:
-        self.server = server
+    def __init__(self, link: BackendLink, metrics: Metrics, *, private: bool) -> None:
+        self.link = link
         self.metrics = metrics
-        self.upstream = upstream
         self.private = private
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(PAGE, headers=_HEADERS)
 
     async def _stats(self) -> tuple[Stats | None, list[dict[str, Any]]]:
-        store = self.server.store
+        store = self.link.store
         if store is None:
             return None, []
 
         def read(store: Store) -> tuple[Stats, list[dict[str, Any]]]:
             return store.stats(), tree(operate.listing(store, order="used", limit=SHOWN), private=self.private)
 
-        return await self.server.run(read, store)
+        return await self.link.run(read, store)
 
     async def stats(self, request: Request) -> Response:
-        self.server.look_again()
+        self.link.look_again()
         store, prefixes = await self._stats()
-        identity = self.server.identity
-        rates = self.server.slots.rates
+        identity = self.link.identity
+        rates = self.link.slots.rates
         body = {
-            "upstream": self.upstream.url,
-            "caching": not self.server.off,
+            "upstream": self.link.backend.url,
+            "caching": not self.link.off,
             "private": self.private,
-            "off": self.server.off or None,
+            "off": self.link.off or None,
             "model": None if identity is None else identity.model,
             "fingerprint": None if identity is None else identity.fingerprint,
             "probed": None if identity is None else identity.probed,
             **self.metrics.as_dict(private=self.private),
             "slots": [
                 {"id": s.id, "busy": s.busy, "tokens": s.n_total, "stored_tokens": s.stored, "saving": s.putting > 0}
-                for s in self.server.slots.all
+                for s in self.link.slots.all
             ],
             "rates": {
                 "prefill_tokens_per_second": None if rates.prefill is None else round(1 / rates.prefill, 1),
@@ -362,16 +353,17 @@ class Pages:
 
     async def metrics_text(self, request: Request) -> Response:
         """The proxy's, and after them the server's own where it has them."""
-        store = self.server.store
-        text = self.metrics.prometheus(None if store is None else await self.server.run(store.stats))
+        store = self.link.store
+        text = self.metrics.prometheus(None if store is None else await self.link.run(store.stats))
         with contextlib.suppress(UpstreamError):
             own = {} if self.private else {n: v for n, v in request.headers.items() if n == "authorization"}
-            text += await self.upstream.text("/metrics", own)
+            text += await self.link.backend.metrics(own)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4", headers=_HEADERS)
 
 
 def create_app(
     url: str,
+    slot_dir: str | os.PathLike[str],
     settings: Settings,
     *,
     api_key: str | None = None,
@@ -381,25 +373,27 @@ def create_app(
     """The application; its lifespan opens and closes the store."""
     metrics = Metrics()
     upstream = Upstream(url, api_key=upstream_api_key)
-    server = Server(upstream, settings, metrics)
-    saver = Saver(server, metrics)
-    cache = Cache(server, saver, metrics)
-    pages = Pages(server, metrics, upstream, private=api_key is not None)
+    backend = LlamaServerBackend(upstream, slot_dir)
+    link = BackendLink(backend, settings, metrics)
+    saver = Saver(link, metrics)
+    cache = Cache(link, saver, metrics)
+    pages = Pages(link, metrics, private=api_key is not None)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        for name in server.files.remove_stale():
+        for name in backend.remove_stale():
             log.info("removed %s, left by a proxy that was killed", name)
-        watching, saving = asyncio.create_task(server.watch()), asyncio.create_task(saver.run())
+        watching, saving = asyncio.create_task(link.watch()), asyncio.create_task(saver.run())
         try:
             yield
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
             await saver.last(saving)
-            await server.close()
+            await link.close()
+            await upstream.close()
 
-    forwarder = Forwarder(upstream, server, cache, metrics, keyed=api_key is not None)
+    forwarder = Forwarder(upstream, link, cache, metrics, keyed=api_key is not None)
     app = Starlette(
         routes=[
             Route("/kvstore", pages.page),
@@ -408,9 +402,9 @@ def create_app(
             Route("/metrics", pages.metrics_text),
             Mount("/", app=forwarder),
         ],
-        middleware=[Middleware(KeyGuard, key=api_key, listen_host=listen_host)],
+        middleware=[Middleware(KeyGuard, key=api_key, listen_host=listen_host, is_open=backend.is_open)],
         exception_handlers={Exception: _failed},
         lifespan=lifespan,
     )
-    app.state.server, app.state.metrics = server, metrics
+    app.state.link, app.state.metrics = link, metrics
     return app

@@ -27,7 +27,7 @@ from ...errors import InvalidInputError, KVStoreError, extra
 from ...store import Store
 from ...util import units
 from ...util.printable import Formatter, printable
-from .server import Settings
+from .backend_link import Settings
 
 DEFAULT_LISTEN = "127.0.0.1:8081"
 
@@ -91,8 +91,9 @@ def _config(
     }
     # What is wrong with the file is said at once, not when the first server is there.
     Store(store, **options).close()
-    settings = Settings(folder, os.fspath(store), options, min_tokens, idle_seconds)
-    app = create_app(upstream, settings, api_key=api_key or None, upstream_api_key=upstream_api_key or None, listen_host=host)
+    settings = Settings(os.fspath(store), options, min_tokens, idle_seconds)
+    keys = {"api_key": api_key or None, "upstream_api_key": upstream_api_key or None}
+    app = create_app(upstream, folder, settings, **keys, listen_host=host)
     return uvicorn.Config(
         app,
         host=host,
