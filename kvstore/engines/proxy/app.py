@@ -15,33 +15,22 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ... import operate
-from ...store import Store
-from ...types import Stats
 from .backend_link import BackendLink, Settings
 from .cache import TAIL_BYTES, Cache
 from .http_client import Answer, HttpError
 from .llama_backend import LlamaServerBackend
 from .metrics import Metrics
-from .pages import PAGE, SHOWN, tree
+from .pages import Pages
 from .prompt import GENERATES, parse
 from .saver import Saver
-from .upstream import Upstream, UpstreamError, end_to_end
+from .upstream import Upstream, end_to_end
 
 log = logging.getLogger("kvstore.proxy")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-# A page of another origin must not read these through a name that resolves to this host.
-_HEADERS = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
 # Of a refused request's body so much is read: a connection closed before that may take the answer with it.
 _DRAINED, _DRAIN_SECONDS = 16 << 20, 10.0
 
@@ -300,65 +289,6 @@ async def _relay(answer: Answer, send: Send, client: _Client | None) -> bytes:
 
 async def _nothing() -> dict[str, Any]:
     return {"type": "http.disconnect"}
-
-
-class Pages:
-    """What the proxy says of itself."""
-
-    def __init__(self, link: BackendLink, metrics: Metrics, *, private: bool) -> None:
-        self.link = link
-        self.metrics = metrics
-        self.private = private
-
-    async def page(self, request: Request) -> Response:
-        return HTMLResponse(PAGE, headers=_HEADERS)
-
-    async def _stats(self) -> tuple[Stats | None, list[dict[str, Any]]]:
-        store = self.link.store
-        if store is None:
-            return None, []
-
-        def read(store: Store) -> tuple[Stats, list[dict[str, Any]]]:
-            return store.stats(), tree(operate.listing(store, order="used", limit=SHOWN), private=self.private)
-
-        return await self.link.run(read, store)
-
-    async def stats(self, request: Request) -> Response:
-        self.link.look_again()
-        store, prefixes = await self._stats()
-        identity = self.link.identity
-        rates = self.link.slots.rates
-        body = {
-            "upstream": self.link.backend.url,
-            "caching": not self.link.off,
-            "private": self.private,
-            "off": self.link.off or None,
-            "model": None if identity is None else identity.model,
-            "fingerprint": None if identity is None else identity.fingerprint,
-            "probed": None if identity is None else identity.probed,
-            **self.metrics.as_dict(private=self.private),
-            "slots": [
-                {"id": s.id, "busy": s.busy, "tokens": s.n_total, "stored_tokens": s.stored, "saving": s.putting > 0}
-                for s in self.link.slots.all
-            ],
-            "rates": {
-                "prefill_tokens_per_second": None if rates.prefill is None else round(1 / rates.prefill, 1),
-                "restore_bytes_per_second": round(1 / max(rates.restore_byte, 1e-12)),
-                "save_bytes_per_second": round(1 / max(rates.save_byte, 1e-12)),
-            },
-            "store": None if store is None else store.as_dict(),
-            "prefixes": prefixes,
-        }
-        return JSONResponse(body, headers=_HEADERS)
-
-    async def metrics_text(self, request: Request) -> Response:
-        """The proxy's, and after them the server's own where it has them."""
-        store = self.link.store
-        text = self.metrics.prometheus(None if store is None else await self.link.run(store.stats))
-        with contextlib.suppress(UpstreamError):
-            own = {} if self.private else {n: v for n, v in request.headers.items() if n == "authorization"}
-            text += await self.link.backend.metrics(own)
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4", headers=_HEADERS)
 
 
 def create_app(
