@@ -69,10 +69,9 @@ def commands() -> list[str]:
 def test_help(run: Run, name: str) -> None:
     text = run(name, "-h").stdout
     assert "usage: " in text.lower()
-    if name != "serve":
-        assert "Example" in text
-        assert "--json" in text
-        assert run(name, "--help").stdout == text
+    assert "Example" in text
+    assert "--json" in text
+    assert run(name, "--help").stdout == text
 
 
 def test_help_of_all(run: Run) -> None:

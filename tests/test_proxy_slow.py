@@ -104,7 +104,7 @@ def test_older_servers(tmp_path: Path, python: str | None, architecture: str) ->
 def _process(server: LlamaServer, store: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    argv = [sys.executable, "-m", "kvstore.engines.proxy.runner", "--upstream", server.url, "--slot-dir", str(server.slot_dir)]
+    argv = [sys.executable, "-m", "kvstore.engines.proxy", "--upstream", server.url, "--slot-dir", str(server.slot_dir)]
     argv += ["--store", str(store), "--listen", f"127.0.0.1:{port}"]
     env = {**os.environ, "KVSTORE_UPSTREAM_API_KEY": server.api_key, **environment}
     process = subprocess.Popen(argv, env=env, text=True, stderr=subprocess.PIPE)
