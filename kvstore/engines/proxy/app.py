@@ -1,4 +1,4 @@
-"""The proxy as an ASGI application: forwarding, the key, and the pages under /kvstore/."""
+"""The proxy as an ASGI application: forwarding, the key guard, and the routes of its own pages."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ from .upstream import Upstream, end_to_end
 
 log = logging.getLogger("kvstore.proxy")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-# Of a refused request's body so much is read: a connection closed before that may take the answer with it.
+# The bytes and seconds spent on reading the body of a refused request: if the connection is closed with unread data, the
+# client may never see the answer.
 _DRAINED, _DRAIN_SECONDS = 16 << 20, 10.0
 
 
 async def _drain(scope: Scope, receive: Receive) -> None:
     names = {name.lower() for name, _ in scope["headers"]}
     if b"expect" in names or not names & {b"content-length", b"transfer-encoding"}:
-        return  # a client that asks before it sends is told now
+        return  # a client that waits for permission to send gets the answer at once
 
     async def read() -> None:
         total = 0
@@ -59,8 +60,8 @@ def _target(scope: Scope) -> bytes:
 
 
 def _error(status: int, message: str, kind: str, scope: Scope, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """As llama-server writes errors: the body of the OpenAI API, readable by pages of any origin, and a closed connection,
-    since the request may not have been read to its end."""
+    """An error as llama-server writes it: the body of the OpenAI API, readable by pages of any origin. The connection is
+    closed, since the request may not have been read to its end."""
     body = {"error": {"message": message, "type": kind, "code": status}}
     origin = next((value for name, value in scope["headers"] if name == b"origin"), b"").decode("latin-1")
     cors = {"Access-Control-Allow-Origin": origin, "Connection": "close"}
@@ -73,10 +74,10 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 class KeyGuard:
-    """A request needs the key: as a bearer token, as X-Api-Key, or as the password of HTTP Basic (for a browser).
+    """Refuses requests without the key: as a bearer token, as X-Api-Key, or as the password of HTTP Basic (for a browser).
 
-    As with llama-server, OPTIONS (a browser asks without the key) and some paths need none. Such a request passes without
-    the server's key.
+    As with llama-server, OPTIONS (browsers send it without the key) and some paths need no key. Such a request is
+    forwarded without the server's key.
     """
 
     def __init__(self, app: ASGIApp, key: str | None, listen_host: str, is_open: Callable[[bytes], bool]) -> None:
@@ -119,7 +120,7 @@ class KeyGuard:
 
 
 class _Client:
-    """Who sent a request: the body as it arrives, and the end of the connection."""
+    """The sender of a request: the body as it arrives, and the end of the connection."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._scope = scope
@@ -141,17 +142,17 @@ class _Client:
             if message["type"] == "http.disconnect":
                 self._left = True
                 self.sent_all.set()
-                await asyncio.Event().wait()  # until the request is cancelled: it must not look whole to the server
+                await asyncio.Event().wait()  # until the request is cancelled: it must not look complete to the server
             if not message.get("more_body"):
                 self.sent_all.set()
             if message.get("body"):
                 yield message["body"]
 
     async def drain(self) -> None:
-        """Reads what is left of a body that nobody wants."""
+        """Reads and discards the rest of the body."""
         if self.sent_all.is_set():
             return
-        # What sends the body to the server may still read it as well.
+        # The task that sends the body to the server may still be reading it too.
         tasks = {asyncio.create_task(_drain(self._scope, self._receive)), asyncio.create_task(self.sent_all.wait())}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -167,14 +168,14 @@ class _Client:
 
 
 class Forwarder:
-    """Everything but the proxy's own pages."""
+    """Answers all requests but those for the proxy's own pages."""
 
     def __init__(self, upstream: Upstream, link: BackendLink, cache: Cache, metrics: Metrics, *, keyed: bool) -> None:
         self.upstream = upstream
         self.link = link
         self.cache = cache
         self.metrics = metrics
-        # The proxy's own key is not the server's business.
+        # The server must not see the proxy's own key.
         self.keep_authorization = not keyed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -217,7 +218,7 @@ class Forwarder:
         try:
             status, tail = await self._send_on(scope, headers, lease.body, send)
         finally:
-            # Also where the client went away: this task is being cancelled then.
+            # Also runs when the client went away: then this task is being cancelled.
             await asyncio.shield(lease.finish(status, tail))
 
     def _cacheable(self, scope: Scope) -> bool:
@@ -239,7 +240,7 @@ class Forwarder:
     async def _send_on(
         self, scope: Scope, headers: Any, content: Any, send: Send, client: _Client | None = None
     ) -> tuple[int | None, bytes]:
-        """Status and the end of the body, once all is sent; without a status where the server broke off."""
+        """Status and the end of the body, after all of it was sent; status None where the server broke off."""
         target = _target(scope)
         if scope.get("query_string"):
             target += b"?" + scope["query_string"]
@@ -258,7 +259,7 @@ class Forwarder:
         except HttpError as error:
             self.link.mark_unverified()
             if begun:
-                # The answer stays without its end, and the connection is closed: the client sees a broken answer.
+                # The answer is not completed and the connection is closed: the client sees a broken answer.
                 log.warning("llama-server broke off: %s", error)
                 return None, b""
             log.warning("llama-server cannot be reached: %s", error)
@@ -270,9 +271,9 @@ class Forwarder:
 
 
 async def _relay(answer: Answer, send: Send, client: _Client | None) -> bytes:
-    """Sends an answer on as it arrives; the end of its body."""
+    """Forwards an answer as it arrives; returns the end of its body."""
     headers = end_to_end(answer.headers)
-    if answer.status in (204, 304):  # there is no body, whatever length is told
+    if answer.status in (204, 304):  # there is no body, whatever the length says
         headers = [(name, value) for name, value in headers if name != b"content-length"]
     if any(name.lower() == b"connection" and b"close" in value.lower() for name, value in answer.headers):
         headers.append((b"connection", b"close"))

@@ -21,7 +21,7 @@ from .upstream import UpstreamError
 
 PAGE = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 SHOWN = 2000
-# A page of another origin must not read these through a name that resolves to this host.
+# A page of another origin must not read these pages through a name that resolves to this host.
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -32,7 +32,7 @@ _HEADERS = {
 
 
 def tree(entries: Iterable[Entry], *, private: bool) -> list[dict[str, Any]]:
-    """Entries under the prefix they are stored against, largest family first; excerpts only where `private`."""
+    """Entries below the prefix that they are stored against, largest family first; excerpts only if `private`."""
     nodes: dict[int, dict[str, Any]] = {}
     parents: dict[int, int | None] = {}
     for entry in entries:
@@ -53,7 +53,7 @@ def tree(entries: Iterable[Entry], *, private: bool) -> list[dict[str, Any]]:
 
 
 class Pages:
-    """What the proxy says of itself."""
+    """The handlers of the proxy's own paths."""
 
     def __init__(self, link: BackendLink, metrics: Metrics, *, private: bool) -> None:
         self.link = link
@@ -102,7 +102,7 @@ class Pages:
         return JSONResponse(body, headers=_HEADERS)
 
     async def metrics_text(self, request: Request) -> Response:
-        """The proxy's, and after them the server's own where it has them."""
+        """The proxy's metrics, followed by the server's own where it has them."""
         store = self.link.store
         text = self.metrics.prometheus(None if store is None else await self.link.run(store.stats))
         with contextlib.suppress(UpstreamError):
