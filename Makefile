@@ -30,7 +30,7 @@ $(VENV)/.test: $(VENV)/.demo pyproject.toml
 	@touch $@
 
 demo: $(VENV)/.demo
-	$(PY) -m kvstore.engines.demo
+	$(PY) tools/demo.py
 
 test: $(VENV)/.test
 	$(PY) -m pytest -n auto --dist loadfile

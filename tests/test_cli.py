@@ -69,10 +69,9 @@ def commands() -> list[str]:
 def test_help(run: Run, name: str) -> None:
     text = run(name, "-h").stdout
     assert "usage: " in text.lower()
-    if name != "serve":
-        assert "Example" in text
-        assert "--json" in text
-        assert run(name, "--help").stdout == text
+    assert "Example" in text
+    assert "--json" in text
+    assert run(name, "--help").stdout == text
 
 
 def test_help_of_all(run: Run) -> None:
@@ -422,6 +421,10 @@ def test_demo_and_serve_name_their_extra(run: Run, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "llama-kvstore[demo]" in run("demo", code=2).stderr
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_file", lambda path: False)
+        assert "make demo" in run("demo", code=2).stderr
 
     def missing(name: str) -> Any:
         raise ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp")

@@ -6,12 +6,15 @@ import json
 import logging
 import os
 import re
+import signal
 import sqlite3
 import subprocess
 import sys
 import time
 import unicodedata
+import urllib.request
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +37,9 @@ NASTY = ["\x1b", "\x9b", "\x85", "\x7f", "\u202e", "\u2066", "\u200b", "\ufeff",
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.chdir(tmp_path)
 
-    def runner(*words: Any, code: int = 0, stdin: Any = None) -> Result:
+    def runner(*words: Any, code: int | None = 0, stdin: Any = None) -> Result:
         result = CliRunner().invoke(main, [str(w) for w in words], input=stdin)
-        assert result.exit_code == code, (words, result.exit_code, result.output, result.exception)
+        assert code is None or result.exit_code == code, (words, result.exit_code, result.output, result.exception)
         return result
 
     return runner
@@ -187,9 +190,63 @@ def test_sizes_of_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys:
     assert got["idle_seconds"] == pytest.approx(0.2)
     assert proxy.main([*words, "--cache-disk-mib", "-1"]) == 0
     assert got["cache_disk_mib"] == -1
-    with pytest.raises(SystemExit):
-        proxy.main([*words, "--cache-disk-mib", "8X"])
+    assert proxy.main([*words, "--cache-disk-mib", "8X"]) == 2
     assert "'8X' is not a size" in capsys.readouterr().err
+
+
+def test_serve_has_the_options_of_the_proxy(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    from kvstore.engines.proxy import ProxyOptions
+    from kvstore.engines.proxy import runner as proxy
+
+    own = {field.name for field in fields(ProxyOptions)}
+    of_command = {param.name for param in main.commands["serve"].params}
+    assert of_command - {"as_json", "verbose", "key_file"} == own - {"key"}
+    got: dict[str, Any] = {}
+    monkeypatch.setattr(proxy, "serve", lambda **options: got.update(options))
+    monkeypatch.setenv("KVSTORE_API_KEY", "of the clients")
+    monkeypatch.setenv("KVSTORE_UPSTREAM_API_KEY", "of the server")
+    words = ["serve", "--upstream", "http://127.0.0.1:1", "--slot-dir", tmp_path, "--store", "x.db"]
+    (tmp_path / "key").write_text("secret\n")
+    run(*words, "--key-file", "key", "--upstream-api-key", "another")
+    assert ProxyOptions(**got) == ProxyOptions(
+        "http://127.0.0.1:1", str(tmp_path), "x.db", api_key="of the clients", upstream_api_key="another", key="secret"
+    )
+    # No other key than the one of the file: no key is a plain store.
+    got.clear()
+    run(*words)
+    assert ProxyOptions(**got).key is None
+
+
+def test_errors_of_serve_are_json_too(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    words = ["serve", "--json", "--upstream", "http://127.0.0.1:1", "--slot-dir", "nowhere", "--store", "x.db"]
+    error = json.loads(run(*words, code=2).stderr)["error"]
+    assert "nowhere is not a directory" in error["message"]
+    assert json.loads(run("serve", "--json", code=2).stderr)["error"]["code"] == "usage"
+    with Store(tmp_path / "x.db") as store:
+        store.put([1], b"state")
+    (tmp_path / "key").write_text("secret")
+    words[words.index("nowhere")] = str(tmp_path)
+    code = run("ls", "x.db", "--key-file", "key", code=None).exit_code
+    assert code
+    assert run(*words, "--key-file", "key", code=code).stderr
+
+
+def test_serve_prints_its_address_as_json(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    words = ["--json", "--upstream", "http://127.0.0.1:1", "--slot-dir", str(tmp_path), "--store", str(tmp_path / "x.db")]
+    argv = [sys.executable, "-m", "kvstore.engines.proxy", *words, "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            told = json.loads(process.stdout.readline())
+            with urllib.request.urlopen(told["url"] + "/kvstore/stats", timeout=60) as answer:
+                assert json.load(answer)["upstream"] == told["upstream"] == "http://127.0.0.1:1"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) in (0, 130)
+        finally:
+            process.kill()
 
 
 # -- what others wrote
@@ -272,7 +329,7 @@ def test_a_log_line_is_one_line() -> None:
 def test_the_page_and_its_figures() -> None:
     pytest.importorskip("starlette")
     from kvstore.engines.proxy.metrics import Metrics, Recent
-    from kvstore.engines.proxy.page import PAGE, tree
+    from kvstore.engines.proxy.pages import PAGE, tree
 
     metrics = Metrics()
     metrics.done(Recent(0.0, "/v1/\x9bx", 0, "one\u202etwo\ud800"))

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import demo
 import pytest
 import serverkit
 
-from kvstore.engines import demo
-from kvstore.store.store import Store
+from kvstore import Store
 from kvstore.types import SavedState
 
 # Few enough for the tiny model's context, so many that a garbled answer is a small part.
@@ -104,7 +104,7 @@ def test_with_the_real_model() -> None:
         demo.model_path()
     except demo.DemoError as error:
         pytest.skip(str(error))
-    argv = [sys.executable, "-m", "kvstore.engines.demo", "--tokens", "800", "--conversations", "2"]
+    argv = [sys.executable, demo.__file__, "--tokens", "800", "--conversations", "2"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert "sharing saved" in done.stdout

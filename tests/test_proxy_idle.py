@@ -25,12 +25,12 @@ from proxykit import Chat, proxied, stats, wait_for, wait_saved
 
 from kvstore import Store, slotfile
 from kvstore.engines.llama_server.process import LlamaServer, LlamaServerError
-from kvstore.engines.proxy import cache as proxy_cache
 from kvstore.engines.proxy import runner as proxy
-from kvstore.engines.proxy import saver as proxy_saver
-from kvstore.engines.proxy.fingerprint import Identity, marker_of
+from kvstore.engines.proxy.backend import Identity
+from kvstore.engines.proxy.backend_link import BackendLink, Settings
+from kvstore.engines.proxy.fingerprint import marker_of
+from kvstore.engines.proxy.llama_backend import LlamaServerBackend
 from kvstore.engines.proxy.metrics import Metrics
-from kvstore.engines.proxy.server import Server, Settings
 from kvstore.engines.proxy.upstream import UpstreamError
 
 
@@ -188,7 +188,7 @@ def two_chats(url: str) -> tuple[Chat, Chat]:
 )
 def test_failed_save_is_one_slots_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     with proxykit.both(tmp_path, parallel=2, n_ctx=4096, idle_seconds=0.5) as (_, url):
-        monkeypatch.setattr(proxy_saver, "save", fails(1, error, proxy_saver.save))
+        monkeypatch.setattr(LlamaServerBackend, "save_slot", fails(1, error, LlamaServerBackend.save_slot))
         two_chats(url)
         told = wait_for(lambda: (s := stats(url)) and s["failures"] and s["saves"] and s)
         assert sum(slot["stored_tokens"] > 100 for slot in told["slots"]) == 1
@@ -198,7 +198,7 @@ def test_failed_save_is_one_slots_failure(tmp_path: Path, monkeypatch: pytest.Mo
 def test_server_that_does_not_say_for_a_moment_loses_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with proxykit.both(tmp_path, parallel=2, n_ctx=4096, idle_seconds=0.5) as (_, url):
         error = UpstreamError("injected", late=True)
-        monkeypatch.setattr(Server, "working", fails(1, error, Server.working))
+        monkeypatch.setattr(BackendLink, "busy_elsewhere", fails(1, error, BackendLink.busy_elsewhere))
         two_chats(url)
         told = wait_saved(url)
         assert (told["failures"], told["saves"]) == (1, 2)
@@ -228,7 +228,7 @@ def test_failed_restore_leaves_the_other_slots_and_the_entry(tmp_path: Path, mon
         server.slot_erase(0)
         for error in (UpstreamError("injected", late=True), OSError("injected")):
             with monkeypatch.context() as patch:
-                patch.setattr(proxy_cache, "restore", fails(1, error, proxy_cache.restore))
+                patch.setattr(LlamaServerBackend, "restore_slot", fails(1, error, LlamaServerBackend.restore_slot))
                 a.ask(id_slot=0)
             told = stats(url)
             assert told["slots"][1]["stored_tokens"] > 100
@@ -261,40 +261,43 @@ class Upstream:
         return answer
 
 
-async def looked_at(tmp_path: Path, upstream: Any) -> Server:
-    server = Server(upstream, Settings(tmp_path, ":memory:", {}), Metrics())
+async def looked_at(tmp_path: Path, upstream: Any) -> BackendLink:
+    link = BackendLink(LlamaServerBackend(upstream, tmp_path), Settings(":memory:", {}), Metrics())
     form = slotfile.SlotFile(tokens=np.zeros(1, np.int32), state=np.zeros(1, np.uint8))
-    server.identity = Identity(marker_of(upstream.props), "f", 2, 100, "m", form)
-    server.store = Store(":memory:")
-    server._suspect = False
-    await server.slots.reset(2)
-    for slot in server.slots.all:
-        slot.tokens, slot.n_total, slot.seen = np.arange(50, dtype=np.int32), 50, (7, 50)
+    link.identity = Identity(marker_of(upstream.props), "f", 2, 100, "m", form)
+    link.store = Store(":memory:")
+    link._unverified = False
+    await link.slots.linked(2)
+    for slot in link.slots.all:
+        link.slots.restored(slot, np.arange(50, dtype=np.int32), 50, 1)
     upstream.listed = [{"id": i, "id_task": 7, "n_prompt_tokens": 50, "is_processing": False} for i in range(2)]
-    return server
+    await link.busy_elsewhere()
+    assert [slot.last_listing for slot in link.slots.all] == [(7, 50)] * 2
+    return link
 
 
 def test_list_that_comes_late_says_nothing(tmp_path: Path) -> None:
     async def run() -> None:
         upstream = Upstream()
-        server = await looked_at(tmp_path, upstream)
-        slot = server.slots.all[0]
+        link = await looked_at(tmp_path, upstream)
+        slot = link.slots.all[0]
 
         async def restored() -> None:
             """As another request does while the list is under way."""
-            assert server.slots.take(slot)
-            slot.tokens, slot.n_total, slot.seen = np.arange(90, dtype=np.int32), 90, (9, 90)
-            await server.slots.release(slot)
+            assert link.slots.lease_now(slot)
+            link.slots.restoring(slot)
+            link.slots.restored(slot, np.arange(90, dtype=np.int32), 90, 2)
+            await link.slots.released(slot)
 
         upstream.meanwhile = restored
-        assert await server.check()
-        assert (slot.n_total, slot.seen) == (90, (9, 90))
-        await server.working()
+        assert await link.check()
+        assert (slot.n_total, slot.last_listing) == (90, None)
+        await link.busy_elsewhere()
         assert slot.n_total == 90
         # A list that is not late is taken at its word.
-        upstream.meanwhile, server._sure_at = None, 0.0
-        assert await server.check()
-        assert [s.n_total for s in server.slots.all] == [0, 50]
+        upstream.meanwhile, link._verified_at = None, 0.0
+        assert await link.check()
+        assert [s.n_total for s in link.slots.all] == [0, 50]
 
     asyncio.run(run())
 
@@ -303,30 +306,30 @@ def test_list_that_comes_late_says_nothing(tmp_path: Path) -> None:
 def test_list_that_does_not_come_forgets_nothing(tmp_path: Path, status: int | None) -> None:
     async def run() -> None:
         upstream = Upstream()
-        server = await looked_at(tmp_path, upstream)
+        link = await looked_at(tmp_path, upstream)
         good = upstream.listed
         upstream.listed = UpstreamError("injected", **({"late": True} if status is None else {"status": status}))
-        assert await server.check()
-        assert [s.n_total for s in server.slots.all] == [50, 50]
-        upstream.listed, server._sure_at = good, 0.0
-        server.slots.all[1].seen = (3, 3)
-        assert await server.check()
-        # Only a server that has no list is not asked again.
-        assert [s.n_total for s in server.slots.all] == [50, 50 if status == 501 else 0]
+        assert await link.check()
+        assert [s.n_total for s in link.slots.all] == [50, 50]
+        upstream.listed, link._verified_at = good, 0.0
+        good[1]["id_task"] = 9
+        assert await link.check()
+        # Only a link that has no list is not asked again.
+        assert [s.n_total for s in link.slots.all] == [50, 50 if status == 501 else 0]
 
     asyncio.run(run())
 
 
-def test_one_late_answer_is_not_another_server(tmp_path: Path) -> None:
+def test_one_late_answer_is_not_another_link(tmp_path: Path) -> None:
     async def run() -> None:
         upstream = Upstream()
-        server = await looked_at(tmp_path, upstream)
+        link = await looked_at(tmp_path, upstream)
         props, upstream.props = upstream.props, UpstreamError("injected", late=True)
-        assert not await server.check()  # this request passes
-        assert [s.n_total for s in server.slots.all] == [50, 50]
+        assert not await link.check()  # this request passes
+        assert [s.n_total for s in link.slots.all] == [50, 50]
         upstream.props = props
-        assert await server.check()
-        assert [s.n_total for s in server.slots.all] == [50, 50]
-        assert server.metrics.counts["upstream_changes"] == 0
+        assert await link.check()
+        assert [s.n_total for s in link.slots.all] == [50, 50]
+        assert link.metrics.counts["upstream_changes"] == 0
 
     asyncio.run(run())

@@ -19,7 +19,8 @@ import proxykit
 
 from kvstore import InvalidInputError, NotAStoreError
 from kvstore.engines.proxy import runner as proxy
-from kvstore.engines.proxy.cache import Timings
+from kvstore.engines.proxy.backend import Timings
+from kvstore.engines.proxy.llama_backend import LlamaServerBackend
 from kvstore.engines.proxy.prompt import Tokenizer, continues, parse
 from kvstore.engines.proxy.upstream import end_to_end
 
@@ -166,9 +167,10 @@ def test_timings_are_found_in_the_end_of_an_answer() -> None:
     told = json.dumps('"timings":{"cache_n":1,"prompt_n":1,"prompt_ms":1,"predicted_n":1}')
     last = json.dumps({"content": "x", "timings": timings}, separators=(",", ":"))
     answer = f'{{"content":{told}}}\n{last}'.encode()
-    assert Timings.find(answer) == Timings(5, 2, 1.5, 3)
-    assert Timings.find(f"{told}".encode()) is None
-    assert Timings.find(b'{"timings":{"cache_n":null}}') is None
+    parse_timings = LlamaServerBackend(FakeServer(), ".").parse_timings
+    assert parse_timings(answer) == Timings(5, 2, 1.5, 3)
+    assert parse_timings(f"{told}".encode()) is None
+    assert parse_timings(b'{"timings":{"cache_n":null}}') is None
 
 
 def test_chat_that_continues() -> None:
@@ -191,11 +193,13 @@ def test_headers_between_neighbours_stay_there() -> None:
 class FakeServer:
     """Tokens are code points, after a start token; `merge` makes one token of the letters at a join."""
 
+    url = ""
+
     def __init__(self, *, start: bool = True) -> None:
         self.asked: list[str] = []
         self.start = start
 
-    async def ask(self, method: str, path: str, body: dict[str, Any]) -> Any:
+    async def ask(self, method: str, path: str, body: Any = None, *, timeout: float = 0) -> Any:
         self.asked.append(body["content"])
         start = [1] if self.start and body["add_special"] else []
         return {"tokens": [*start, *(ord(c) for c in body["content"])]}
@@ -207,28 +211,28 @@ def _prompt(text: str) -> Any:
 
 def test_long_prompts_are_tokenized_from_the_end_of_a_known_one() -> None:
     server = FakeServer()
-    tokenizer = Tokenizer(server.ask)
+    tokenizer = Tokenizer(LlamaServerBackend(server, "."))
     known, longer = "a" * 5000, "a" * 5000 + "b" * 20
     asyncio.run(tokenizer.fill(_prompt(known)))
     second = _prompt(longer)
     tokens = asyncio.run(tokenizer.fill(second))
     assert server.asked == [known, "b" * 20]
     assert tokens.tolist() == [1, *(ord(c) for c in longer)]
-    assert tokenizer.learn(second, tokens, len(tokens))
+    assert tokenizer.reconcile(second, tokens, len(tokens))
     # What the server really made of the whole is another thing, again and again: no more joins.
     other = tokens.copy()
     other[-5] = 7
     for _ in range(3):
-        assert not tokenizer.learn(second, other, len(other))
+        assert not tokenizer.reconcile(second, other, len(other))
     asyncio.run(tokenizer.fill(_prompt(longer + "c")))
     assert server.asked[-1] == longer + "c"
 
 
 def test_start_token_that_only_one_side_adds_is_learned() -> None:
     server = FakeServer()
-    tokenizer = Tokenizer(server.ask)
+    tokenizer = Tokenizer(LlamaServerBackend(server, "."))
     prompt = _prompt("hello")
     tokens = asyncio.run(tokenizer.fill(prompt))
-    assert not tokenizer.learn(prompt, tokens[1:], len(tokens) - 1)
+    assert not tokenizer.reconcile(prompt, tokens[1:], len(tokens) - 1)
     assert asyncio.run(tokenizer.fill(_prompt("hello"))).tolist() == tokens[1:].tolist()
     assert tokenizer.mismatches == 1

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import demo
 import httpx
 import pytest
 import serverkit
@@ -25,7 +26,6 @@ pytest.importorskip("uvicorn")
 import proxykit
 from proxykit import Chat, proxied, stats, wait_for, wait_saved
 
-from kvstore.engines import demo
 from kvstore.engines.llama_server.process import LlamaServer
 
 pytestmark = pytest.mark.slow
@@ -104,7 +104,7 @@ def test_older_servers(tmp_path: Path, python: str | None, architecture: str) ->
 def _process(server: LlamaServer, store: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    argv = [sys.executable, "-m", "kvstore.engines.proxy.runner", "--upstream", server.url, "--slot-dir", str(server.slot_dir)]
+    argv = [sys.executable, "-m", "kvstore.engines.proxy", "--upstream", server.url, "--slot-dir", str(server.slot_dir)]
     argv += ["--store", str(store), "--listen", f"127.0.0.1:{port}"]
     env = {**os.environ, "KVSTORE_UPSTREAM_API_KEY": server.api_key, **environment}
     process = subprocess.Popen(argv, env=env, text=True, stderr=subprocess.PIPE)

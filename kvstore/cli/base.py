@@ -122,12 +122,15 @@ def complete_id(ctx: click.Context, param: click.Parameter, incomplete: str) -> 
     return [CompletionItem(e.hex_id, help=f"{e.n_tokens} tokens  {output.excerpt(e.excerpt)[:60]}") for e in found]
 
 
+key_file_option = click.option(
+    "--key-file", type=click.Path(dir_okay=False), help="File that contains the key of an encrypted store."
+)
+
+
 def common_options(function: F) -> F:
     """Adds the argument STORE and the options --key-file and --json."""
     function = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")(function)
-    function = click.option(
-        "--key-file", type=click.Path(dir_okay=False), help="File that contains the key of an encrypted store."
-    )(function)
+    function = key_file_option(function)
     return click.argument("store", type=click.Path(), shell_complete=_complete_store)(function)
 
 

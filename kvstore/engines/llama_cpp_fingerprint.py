@@ -1,4 +1,4 @@
-"""What a state of llama-cpp-python depends on, as a fingerprint."""
+"""The fingerprint of a `Llama`: what its states depend on."""
 
 from __future__ import annotations
 

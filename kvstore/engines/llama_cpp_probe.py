@@ -1,4 +1,4 @@
-"""The computed probe of a `Llama`: a few fixed tokens show adapters and control vectors, which llama.cpp does not tell."""
+"""The computed probe of a `Llama`: it shows adapters and control vectors, which llama.cpp does not report."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvstore import KVStoreError
 
 from . import probe
 
-# Fewer than a server's: this probe is computed at every save and restore.
+# Fewer tokens than in a server's probe: this one is computed at every save and restore.
 N_TOKENS = 8
 Bytes = npt.NDArray[np.uint8]
 _last: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
 
 
 class LlamaCppError(KVStoreError):
-    """llama.cpp did not give or take a state."""
+    """llama.cpp did not return or accept a state."""
 
     code, exit_code = "llama_cpp", 33
 
@@ -47,7 +47,7 @@ def compute(llm: Any, *, keep: bool = True, window: bool = False) -> str | None:
         return _last[llm] if llm in _last else _in_another_context(llm)
     kept = None
     if holds:
-        # The state of a sequence has no more than the window; the next prompt may need what is before it.
+        # The state of a sequence contains the window only; the next prompt may need the tokens before it.
         kept = _context_state(llm.ctx) if slides else sequence_state(llm.ctx, seq)
     logits = _logits(llm) if holds and llm.n_tokens > 0 else None
     last = None if logits is None else logits.copy()
@@ -65,7 +65,7 @@ def compute(llm: Any, *, keep: bool = True, window: bool = False) -> str | None:
 
 
 def _in_another_context(llm: Any) -> str | None:
-    """The probe of a fresh context: of adapters, only the one that `Llama` was given is known there."""
+    """The probe of a new context. It has the adapter that `Llama` was given, and no other."""
     ctx = llama_cpp.llama_init_from_model(llm.model, llm.context_params)
     if not ctx:
         return None
@@ -81,7 +81,7 @@ def _in_another_context(llm: Any) -> str | None:
 
 
 def _digest(ctx: Any, seq: int) -> str | None:
-    """Computes the probe in a sequence, which is empty before and after it."""
+    """Computes the probe in a sequence, which is empty before and afterwards."""
     memory = llama_cpp.llama_get_memory(ctx)
     llama_cpp.llama_memory_seq_rm(memory, seq, -1, -1)
     try:
@@ -115,7 +115,7 @@ def _decode(ctx: Any, seq: int) -> bool:
 
 
 def _logits(llm: Any) -> npt.NDArray[np.single] | None:
-    """The logits of the last token, in llama.cpp's own memory; None where there are none."""
+    """The logits of the last token, in llama.cpp's own memory; None where it has none."""
     pointer = llama_cpp.llama_get_logits_ith(llm.ctx, -1)
     return np.ctypeslib.as_array(pointer, shape=(llm.n_vocab(),)) if pointer else None
 
@@ -135,7 +135,7 @@ def sequence_state(ctx: Any, seq_id: int) -> Bytes:
 
 
 def set_sequence_state(ctx: Any, state: Bytes, seq_id: int) -> int:
-    """How many bytes of the state llama.cpp took."""
+    """The number of bytes of the state that llama.cpp accepted."""
     return int(llama_cpp.llama_state_seq_set_data(ctx, pointer_to(state), state.size, seq_id))
 
 

@@ -1,4 +1,4 @@
-"""What tells one model or adapter file from another, without reading all of it or parsing any."""
+"""Tells model and adapter files apart without parsing them or reading large ones completely."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import re
 
 from ..errors import StoreIOError
 
-_WHOLE = 32 << 20  # up to this size, as adapters have it, every byte counts
+_WHOLE = 32 << 20  # up to this size, which adapters rarely exceed, the digest covers every byte
 _ENDS = 1 << 20
-# Fine-tunes of one model have the same size and metadata: the weights themselves are sampled, 1 MiB in all.
+# Fine-tunes of one model have the same size and metadata, so samples of the weights count: 1 MiB in all.
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _MAX_SHARDS = 1000
 
 
 def digest(path: str | os.PathLike[str]) -> str:
-    """The size and a digest of a file and of the shards beside it; of a large one, of its ends and samples between.
+    """The size and a digest of a file and of its shards; of a large file, the digest covers both ends and samples between.
 
     Raises StoreIOError where one of them cannot be read.
     """

@@ -1,8 +1,8 @@
-"""A computed probe: the state of a few fixed tokens shows every setting that changes the numbers, whatever its name.
+"""A computed probe: the state of a few fixed tokens shows every setting that changes the numbers.
 
-With the tiny models and SmolLM2 (CPU) the rows are equal bit for bit with other threads, batch sizes, context sizes and
-numbers of slots. They differ with flash attention on or off, as all states do. Without flash attention, the sums
-over V also depend on where in a shared buffer the cells are (`depends_on_others`).
+With the tiny models and SmolLM2 (CPU), the rows are bit-identical for all numbers of threads, batch sizes, context sizes
+and numbers of slots. They differ between flash attention on and off, as all states do. Without flash attention, the sums
+over V also depend on the place of the cells in a shared buffer (`depends_on_others`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ TOKENS = [(i * i + i // 3 + i // 7) % 3 for i in range(40)]
 
 
 def tokens(n_ctx: int) -> list[int]:
-    """The probe for a context of that size; there must be room for one more token."""
+    """The probe for a context of n_ctx tokens; it leaves room for one more token."""
     return TOKENS[: max(1, min(len(TOKENS), n_ctx - 2))] if n_ctx > 0 else TOKENS
 
 
 def rows_digest(state: npt.NDArray[np.uint8]) -> str:
-    """Digest of the positions and rows of a state, whatever the order of its cells. Raises LayoutError.
+    """Digest of the positions and rows of a state, independent of the order of its cells. Raises LayoutError.
 
-    Checkpoints count as being there or not: their number follows the batch size.
+    Of checkpoints, only their presence counts: their number depends on the batch size.
     """
     found = layout.parse(state)
     hashed = hashlib.blake2b(digest_size=16)
@@ -47,15 +47,15 @@ def rows_digest(state: npt.NDArray[np.uint8]) -> str:
 
 
 def depends_on_others(state: npt.NDArray[np.uint8], n_slots: int) -> bool:
-    """Whether what other slots hold may change the last bits of this state: sums over a transposed V take in the whole
-    buffer, and its order of addition changes with the place of the cells. Raises LayoutError."""
+    """Whether the contents of other slots may change the last bits of this state: a sum over a transposed V covers the
+    whole buffer, and its order of addition depends on the place of the cells. Raises LayoutError."""
     parts = layout.parse(state).attention
     return n_slots > 1 and any(part.v_transposed and part.n_stream in (None, 1) for part in parts)
 
 
 def is_plain(state: npt.NDArray[np.uint8], n_tokens: int) -> bool:
-    """Whether a state has the cells of the tokens 0 to n_tokens - 1, each once: the first cache all of them, a window and
-    a recurrent state up to the last. Raises LayoutError."""
+    """Whether a state has the cells of the tokens 0 to n_tokens - 1, each once: the first cache has all of them, a window
+    the last ones, and a recurrent state ends with the last. Raises LayoutError."""
     found = layout.parse(state)
     for i, part in enumerate(found.attention):
         stream = part.data_stream

@@ -1,4 +1,4 @@
-"""llama-server as a process: started, asked and stopped."""
+"""Starts, queries and stops a llama-server process."""
 
 from .process import LlamaServer, LlamaServerError, find_server
 

@@ -1,7 +1,7 @@
 """The process that serves a model with the llama-server inside xllamacpp; `kvstore.engines.llama_server` starts it.
 
-It is run by path, by any interpreter that has xllamacpp, so it imports nothing of kvstore. The first line of standard
-input is a JSON object: `params` (attributes of `CommonParams`, dotted where nested), `optional` (the same, left out
+Any interpreter that has xllamacpp runs it by its path, so it imports nothing of kvstore. The first line of standard
+input is a JSON object: `params` (attributes of `CommonParams`, dotted where nested), `optional` (the same, ignored
 where this version has no such attribute). It serves until standard input ends, so it does not outlive its starter.
 """
 
@@ -22,7 +22,7 @@ def assign(params: Any, path: str, value: Any) -> None:
 
 
 def main() -> None:
-    # A script's own folder comes first in sys.path: a module of this package would hide one of the same name.
+    # The script's folder comes first in sys.path: its modules would hide others of the same name.
     del sys.path[0]
     import xllamacpp
 
@@ -38,7 +38,7 @@ def main() -> None:
         for path, value in config[group].items():
             try:
                 if path == "hostnames" and not hasattr(params, path):
-                    # Its name, for one address, until autumn 2026.
+                    # Until autumn 2026 the attribute had this name and took one address.
                     params.hostname = value[0]
                 elif path == "lora_adapters":
                     params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(value), 1.0)]
@@ -51,7 +51,7 @@ def main() -> None:
                     sys.exit(f"xllamacpp {xllamacpp.__version__} has no {path} = {value!r}")
     server = xllamacpp.Server(params)  # noqa: F841 - it serves while it is referred to
     sys.stdin.read()
-    # At once: a destructor may wait for open connections, and there is nothing to save.
+    # Without destructors: these may wait for open connections, and there is nothing to save.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""The computed probe of a `LlamaServer` that runs: what its slots hold is put back afterwards."""
+"""The computed probe of a running `LlamaServer`; the contents of its slots are restored afterwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compute(server: LlamaServer) -> str:
         _set_aside(server, slot, kept)
         file = _probe_slot(server, slot, prompt)
         if probe.depends_on_others(file.state, server.parallel):
-            # What the other slots hold would change the probe; with all of them empty, it is always the same.
+            # The contents of the other slots would change the probe; with all slots empty, it is always the same.
             for other in _idle_slots(server, server.parallel):
                 if other != slot:
                     _set_aside(server, other, kept)
@@ -48,7 +48,7 @@ def compute(server: LlamaServer) -> str:
 
 
 def _idle_slots(server: LlamaServer, n: int) -> list[int]:
-    """The slots that work for nobody, the emptiest first; waits until there are n."""
+    """The idle slots, the emptiest first; waits until there are at least n."""
     deadline = time.monotonic() + server.timeout
     while True:
         listed = [s for s in server.slots() if not s.get("is_processing")]
@@ -60,9 +60,9 @@ def _idle_slots(server: LlamaServer, n: int) -> list[int]:
 
 
 def _set_aside(server: LlamaServer, slot: int, kept: dict[int, str]) -> None:
-    """Saves what a slot holds, if it holds anything."""
+    """Saves the contents of a slot, if it is not empty, and erases it."""
     name = f"kvstore-aside-{secrets.token_hex(8)}.bin"
-    # An empty file, so that the contents get our mode and not what the server's umask gives.
+    # The file is created here, so that it has our mode and not the one of the server's umask.
     os.close(os.open(server.slot_dir / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     kept[slot] = name
     if not server.slot_save(slot, name).get("n_saved"):
@@ -76,7 +76,7 @@ def _probe_slot(server: LlamaServer, slot: int, prompt: list[int]) -> slotfile.S
     try:
         server.completion(prompt, n_predict=0, cache_prompt=False, id_slot=slot)
     except KVStoreError as error:
-        # Builds of spring 2026 refuse to answer with what is not text, after they have computed it.
+        # Builds of spring 2026 compute the tokens, and then refuse to answer because they are not text.
         if getattr(error, "status", None) != 500:
             raise
     path = server.slot_dir / f"kvstore-probe-{secrets.token_hex(8)}.bin"

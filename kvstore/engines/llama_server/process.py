@@ -1,7 +1,7 @@
-"""Starts a llama-server of one's own on the loopback interface, and speaks to it.
+"""Starts a llama-server on the loopback interface.
 
-The server is a separate process: the one inside PyPI's `xllamacpp` (of this interpreter, or of the one given as
-`python=`), or a `llama-server` program. Its slot files pass through `kvstore.slotfile`.
+The server is a separate process: either the one inside PyPI's `xllamacpp` (of this interpreter, or of the one given as
+`python=`), or a `llama-server` program. `kvstore.slotfile` reads its slot files.
 
     with LlamaServer("model.gguf", slot_dir=folder) as server:
         tokens = server.chat_tokens([{"role": "user", "content": "Hello"}])
@@ -12,7 +12,6 @@ The server is a separate process: the one inside PyPI's `xllamacpp` (of this int
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import logging
 import os
@@ -23,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,12 +32,14 @@ from typing import Any, Literal, TypeAlias
 from ...errors import InvalidInputError, KVStoreError
 from .. import model_file
 from . import probe as server_probe
+from .client import LlamaClient, LlamaServerError, Message
+
+__all__ = ["OPTIONS", "LlamaServer", "LlamaServerError", "Message", "ServerCommand", "find_server"]
 
 log = logging.getLogger("kvstore")
-Message: TypeAlias = Mapping[str, Any]
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
-# Our name: attribute of xllamacpp's CommonParams, option of llama-server.
+# Name here: attribute of xllamacpp's CommonParams, option of llama-server.
 OPTIONS: dict[str, tuple[str, str]] = {
     "n_batch": ("n_batch", "--batch-size"),
     "n_ubatch": ("n_ubatch", "--ubatch-size"),
@@ -87,16 +88,9 @@ _SHAPES_STATES = (
 )
 
 
-class LlamaServerError(KVStoreError):
-    """llama-server is not to be found, did not start, died, or refused a request (facts: status, log)."""
-
-    code, exit_code = "llama_server", 30
-    status: int | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """How to start a server: `argv`, whether it is xllamacpp's, and a version where one is known."""
+    """How to start a server: `argv`, whether it is the one of xllamacpp, and its version or "unknown"."""
 
     argv: tuple[str, ...]
     xllamacpp: bool
@@ -149,11 +143,12 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class LlamaServer:
-    """One llama-server process and the requests that a keeper of states needs. Entering the context starts it.
+class LlamaServer(LlamaClient):
+    """One llama-server process with the requests of `LlamaClient`. Entering the context starts it.
 
-    `extra` takes the keys of `OPTIONS`. An API key is made up where none is given: other users of the machine can reach
-    the loopback interface too, and a foreign server on our port is noticed. `api_key=""` leaves the server open.
+    `extra` takes the keys of `OPTIONS`. Without `api_key` a random key is used: other users of the machine can reach the
+    loopback interface too, and the key shows that no other server answers on the port. `api_key=""` starts the server
+    without a key.
     """
 
     def __init__(
@@ -184,10 +179,8 @@ class LlamaServer:
         self.extra = dict(extra or {})
         if unknown := sorted(set(self.extra) - set(OPTIONS)):
             raise InvalidInputError(f"unknown server option {unknown[0]!r}", hint=f"known: {', '.join(OPTIONS)}")
-        self.api_key = secrets.token_urlsafe(24) if api_key is None else api_key
-        self.host = "127.0.0.1"
-        self.port = port or 0
-        self.timeout = timeout
+        key = secrets.token_urlsafe(24) if api_key is None else api_key
+        super().__init__("127.0.0.1", port or 0, api_key=key, timeout=timeout)
         self.command = find_server(python)
         self._fixed_port = port is not None
         self._start_timeout = start_timeout
@@ -208,10 +201,6 @@ class LlamaServer:
         self.stop()
 
     @property
-    def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
-
-    @property
     def pid(self) -> int:
         if self._process is None:
             raise LlamaServerError("the server is not running")
@@ -227,7 +216,7 @@ class LlamaServer:
             raise LlamaServerError("the server is already running")
         if not self.model.is_file():
             raise LlamaServerError(f"there is no model {self.model}")
-        # The server's files are readable by all where the umask lets them, and prompts are in them.
+        # The files contain prompts, and the server creates them with the mode of its umask.
         self.slot_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self._fixed_port:
             self.port = _free_port()
@@ -240,14 +229,14 @@ class LlamaServer:
             self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=log, stderr=log, env=env)
         try:
             if first_line and self._process.stdin:
-                # Through standard input, not the command line: every user can read that.
+                # Through standard input: every user of the machine can read a command line.
                 self._process.stdin.write(first_line)
                 self._process.stdin.flush()
             self._wait_until_served()
         except BaseException as error:
             self.kill()
             failure = self._died("did not start") if isinstance(error, OSError) else None
-            # The error has the end of the log; nothing calls `stop` after a failed `with`.
+            # `with` does not call `stop` when entering fails; the error has the end of the log.
             self.stop()
             if failure is not None:
                 raise failure from error
@@ -275,7 +264,7 @@ class LlamaServer:
                 params["rope_scaling_type"] = f"LLAMA_ROPE_SCALING_TYPE_{str(self.extra['rope_scaling']).upper()}"
             if self.api_key:
                 params["api_keys"] = [self.api_key]
-            # Without fit_params = False the server may choose another n_ctx than it was told.
+            # Without fit_params = False the server may choose another n_ctx.
             optional = {"endpoint_slots": True, "fit_params": False}
             config = {"params": params, "optional": optional}
             return list(self.command.argv), env, json.dumps(config).encode() + b"\n"
@@ -301,7 +290,7 @@ class LlamaServer:
                 raise self._died("did not start")
             try:
                 self._send("GET", "/health", None, timeout=5)
-                # /health needs no key; this does, so another server that took the port is told apart.
+                # Unlike /health, this needs the key: another server that took the port refuses ours.
                 self.slots()
                 return
             except LlamaServerError as error:
@@ -328,18 +317,18 @@ class LlamaServer:
             return "\n".join(log.read().decode("utf-8", "replace").splitlines()[-lines:])
 
     def kill(self) -> None:
-        """End the process at once, as a crash would: SIGKILL (TerminateProcess on Windows)."""
+        """End the process at once, as a crash does: SIGKILL (TerminateProcess on Windows)."""
         if self._process is None:
             return
         self._process.kill()
         self._ended()
 
     def stop(self) -> None:
-        """End the process; a log file that was not asked for goes too."""
+        """End the process, and delete its log unless `log` was given."""
         if self._process is not None:
             if self._process.poll() is None:
                 if self.command.xllamacpp and self._process.stdin:
-                    # Some versions take SIGTERM for a wish.
+                    # Some versions do not end on SIGTERM.
                     self._process.stdin.close()
                 else:
                     self._process.terminate()
@@ -356,122 +345,34 @@ class LlamaServer:
         assert self._process is not None
         self._process.wait()
         if self._process.stdin:
-            # The first line may still be in the buffer, if the server died before it read it.
+            # Closing flushes the first line, which fails if the server died before reading it.
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
 
-    # -- requests -----------------------------------------------------------------------------------------------------
-
     def request(self, method: Literal["GET", "POST"], path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """One request; the JSON of the answer. Any status but 2xx is a `LlamaServerError` with the server's message."""
+        """As of `LlamaClient`; if the process died, the error has the end of its log."""
         try:
-            return self._send(method, path, body, timeout=self.timeout)
+            return super().request(method, path, body)
         except LlamaServerError as error:
             if error.status is not None:
                 raise
             if self._process is not None:
                 try:
-                    # A dying server closes its connections before it can be seen as ended.
+                    # A dying server closes its connections before the system reports its end.
                     self._process.wait(1)
                 except subprocess.TimeoutExpired:
                     raise error from None
             raise self._died(f"died at {method} {path}") from error
 
-    def _send(self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout: float) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
-        try:
-            connection.request(method, path, None if body is None else json.dumps(body).encode(), headers)
-            response = connection.getresponse()
-            status, data = response.status, response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise LlamaServerError(f"{method} {path}: {error or type(error).__name__}") from error
-        finally:
-            connection.close()
-        try:
-            answer = json.loads(data) if data else None
-        except ValueError:
-            answer = data.decode("utf-8", "replace")
-        if not 200 <= status < 300:
-            detail = answer.get("error", answer) if isinstance(answer, dict) else answer
-            message = detail.get("message", detail) if isinstance(detail, dict) else detail
-            raise LlamaServerError(f"{method} {path}: {status}: {message}", status=status)
-        return answer
-
-    def props(self) -> dict[str, Any]:
-        """What the server says of itself: model_path, n_ctx of a slot, total_slots, build_info, chat_template. The KV
-        types are not among it."""
-        return dict(self.request("GET", "/props"))
-
-    def slots(self) -> list[dict[str, Any]]:
-        return list(self._send("GET", "/slots", None, timeout=self.timeout))
-
-    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """The tokens of a text. The defaults are what the server does with a prompt."""
-        body = {"content": text, "add_special": add_special, "parse_special": parse_special}
-        return [int(token) for token in self.request("POST", "/tokenize", body)["tokens"]]
-
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        return str(self.request("POST", "/detokenize", {"tokens": list(tokens)})["content"])
-
-    def apply_template(self, messages: Sequence[Message], **params: Any) -> str:
-        """The prompt that the model's chat template makes of the messages (`params`: tools and the like)."""
-        body = {**params, "messages": [dict(message) for message in messages]}
-        return str(self.request("POST", "/apply-template", body)["prompt"])
-
-    def chat_tokens(self, messages: Sequence[Message], **params: Any) -> list[int]:
-        """The tokens that the server computes for a chat request with these messages."""
-        return self.tokenize(self.apply_template(messages, **params))
-
-    def completion(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        n_predict: int,
-        temperature: float = 0.0,
-        cache_prompt: bool = True,
-        id_slot: int = 0,
-        **params: Any,
-    ) -> dict[str, Any]:
-        """Continue a prompt. In the answer: `content`, `tokens`, and `timings` with cache_n (tokens reused), prompt_n
-        (tokens computed) and prompt_ms. `n_predict=0` computes the prompt and generates nothing."""
-        body = {
-            "prompt": prompt if isinstance(prompt, str) else [int(token) for token in prompt],
-            "n_predict": n_predict,
-            "temperature": temperature,
-            "cache_prompt": cache_prompt,
-            "id_slot": id_slot,
-            "return_tokens": True,
-            **params,
-        }
-        return dict(self.request("POST", "/completion", body))
-
-    def chat(self, messages: Sequence[Message], **params: Any) -> dict[str, Any]:
-        """A chat request of the OpenAI kind, with the server's `timings` in the answer."""
-        body = {"temperature": 0, **params, "messages": [dict(message) for message in messages]}
-        return dict(self.request("POST", "/v1/chat/completions", body))
-
-    def slot_save(self, id: int, filename: str) -> dict[str, Any]:
-        """Write a slot's tokens and state to a file in `slot_dir` (n_saved, n_written)."""
-        return dict(self.request("POST", f"/slots/{id}?action=save", {"filename": filename}))
-
-    def slot_restore(self, id: int, filename: str) -> dict[str, Any]:
-        """Read a slot's tokens and state from a file in `slot_dir` (n_restored, n_read)."""
-        return dict(self.request("POST", f"/slots/{id}?action=restore", {"filename": filename}))
-
-    def slot_erase(self, id: int) -> dict[str, Any]:
-        return dict(self.request("POST", f"/slots/{id}?action=erase", {}))
-
     def fingerprint(self) -> str:
         """What a state of this server depends on, for `Store(fingerprint=...)`: the files of model and adapters, the KV
-        types, flash attention, the number of streams, some options, and the server's version. Not n_ctx: a state goes
-        into any context that has room.
+        types, flash attention, the number of streams, some options, and the server's version. n_ctx is not among them: a
+        state fits into any context that has room for it.
 
-        Of a running server also a computed probe: the state of 40 tokens, which shows whatever changes the numbers
-        (adapters set by a request too). It is computed in an idle slot, whose contents are put back, when the server or
-        its adapters are new. Without it, the fingerprint is another: ask for it after the start.
+        The fingerprint of a running server also contains a computed probe: the state of 40 tokens, which shows every
+        setting that changes the numbers (also adapters that a request set). It is computed in an idle slot, whose
+        contents are restored afterwards, once for each process and set of adapters. The fingerprint of a server that is
+        not running is a different one: call this after the start.
         """
         lora = self.extra.get("lora")
         facts = {
@@ -479,7 +380,7 @@ class LlamaServer:
             "lora": None if lora is None else model_file.digest(lora),
             "kv": f"{self.cache_type_k}/{self.cache_type_v}",
             "flash_attn": self.flash_attn,
-            # Slots that share one buffer have one stream, whatever their number.
+            # Slots that share one buffer have one stream, however many they are.
             "streams": 1 if self.extra.get("kv_unified") else self.parallel,
             "extra": {name: str(self.extra[name]) for name in _SHAPES_STATES if name in self.extra},
             "server": self.command.version,
@@ -502,6 +403,6 @@ class LlamaServer:
             except (KVStoreError, OSError) as error:
                 if not self.running:
                     raise
-                log.warning("the server's numbers cannot be probed, its settings alone make its fingerprint: %s", error)
+                log.warning("the server's numbers cannot be probed; its fingerprint is made of its settings alone: %s", error)
                 return None
         return self._probed[1]

@@ -1,5 +1,6 @@
-"""A caching proxy before llama-server."""
+"""A caching proxy in front of llama-server."""
 
+from .options import ProxyOptions
 from .runner import main, running, serve
 
-__all__ = ["main", "running", "serve"]
+__all__ = ["ProxyOptions", "main", "running", "serve"]

@@ -1,5 +1,7 @@
-"""`python -m kvstore.engines.proxy`."""
+"""`python -m kvstore.engines.proxy` is `kvstore serve`."""
+
+import sys
 
 from .runner import main
 
-main()
+sys.exit(main())

@@ -1,4 +1,4 @@
-"""The proxy as an ASGI application: forwarding, the key, and the pages under /kvstore/."""
+"""The proxy as an ASGI application: forwarding, the key guard, and the routes of its own pages."""
 
 from __future__ import annotations
 
@@ -8,58 +8,38 @@ import binascii
 import contextlib
 import hmac
 import logging
-import re
-from collections.abc import AsyncIterator, Mapping
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ... import operate
-from ...store import Store
-from ...types import Stats
+from .backend_link import BackendLink, Settings
 from .cache import TAIL_BYTES, Cache
 from .http_client import Answer, HttpError
+from .llama_backend import LlamaServerBackend
 from .metrics import Metrics
-from .page import PAGE, SHOWN, tree
+from .pages import Pages
 from .prompt import GENERATES, parse
 from .saver import Saver
-from .server import Server, Settings
-from .upstream import Upstream, UpstreamError, end_to_end
+from .upstream import Upstream, end_to_end
 
 log = logging.getLogger("kvstore.proxy")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-# A page of another origin must not read these through a name that resolves to this host.
-_HEADERS = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
-# Of the server's own paths these may change what it computes, or use a slot.
-_READS_ONLY = ("/tokenize", "/detokenize", "/apply-template")
-
-
-# llama-server answers these without a key: its health, and the files of its page.
-_OPEN = re.compile(
-    rb"/(?:(?:v1/)?health|index\.html|build\.json|sw\.js|manifest\.webmanifest|[\w-]+\.(?:ico|svg|png)"
-    rb"|(?:_app|recommended-mcp)/(?:[\w-]+[./])*[\w-]+)?"
-)
-
-
-# Of a refused request's body so much is read: a connection closed before that may take the answer with it.
+# The bytes and seconds spent on reading the body of a refused request: if the connection is closed with unread data, the
+# client may never see the answer.
 _DRAINED, _DRAIN_SECONDS = 16 << 20, 10.0
 
 
 async def _drain(scope: Scope, receive: Receive) -> None:
     names = {name.lower() for name, _ in scope["headers"]}
     if b"expect" in names or not names & {b"content-length", b"transfer-encoding"}:
-        return  # a client that asks before it sends is told now
+        return  # a client that waits for permission to send gets the answer at once
 
     async def read() -> None:
         total = 0
@@ -80,8 +60,8 @@ def _target(scope: Scope) -> bytes:
 
 
 def _error(status: int, message: str, kind: str, scope: Scope, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """As llama-server writes errors: the body of the OpenAI API, readable by pages of any origin, and a closed connection,
-    since the request may not have been read to its end."""
+    """An error as llama-server writes it: the body of the OpenAI API, readable by pages of any origin. The connection is
+    closed, since the request may not have been read to its end."""
     body = {"error": {"message": message, "type": kind, "code": status}}
     origin = next((value for name, value in scope["headers"] if name == b"origin"), b"").decode("latin-1")
     cors = {"Access-Control-Allow-Origin": origin, "Connection": "close"}
@@ -94,14 +74,15 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 class KeyGuard:
-    """A request needs the key: as a bearer token, as X-Api-Key, or as the password of HTTP Basic (for a browser).
+    """Refuses requests without the key: as a bearer token, as X-Api-Key, or as the password of HTTP Basic (for a browser).
 
-    As with llama-server, OPTIONS (a browser asks without the key) and some paths need none. Such a request passes without
-    the server's key.
+    As with llama-server, OPTIONS (browsers send it without the key) and some paths need no key. Such a request is
+    forwarded without the server's key.
     """
 
-    def __init__(self, app: ASGIApp, key: str | None, listen_host: str) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, listen_host: str, is_open: Callable[[bytes], bool]) -> None:
         self.app = app
+        self.is_open = is_open
         self.key = None if key is None else key.encode()
         self.hosts = {*LOOPBACK_NAMES, listen_host}
 
@@ -123,7 +104,7 @@ class KeyGuard:
             if self.key is not None:
                 if hmac.compare_digest(self._given(request.headers), self.key):
                     scope["with_key"] = True
-                elif own or not (scope["method"] == "OPTIONS" or _OPEN.fullmatch(_target(scope))):
+                elif own or not (scope["method"] == "OPTIONS" or self.is_open(_target(scope))):
                     asks = {"WWW-Authenticate": 'Basic realm="kvstore"'} if own else {}
                     response = _error(401, "Invalid API Key", "authentication_error", scope, asks)
             elif own and (request.url.hostname or "") not in self.hosts:
@@ -139,7 +120,7 @@ class KeyGuard:
 
 
 class _Client:
-    """Who sent a request: the body as it arrives, and the end of the connection."""
+    """The sender of a request: the body as it arrives, and the end of the connection."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._scope = scope
@@ -161,17 +142,17 @@ class _Client:
             if message["type"] == "http.disconnect":
                 self._left = True
                 self.sent_all.set()
-                await asyncio.Event().wait()  # until the request is cancelled: it must not look whole to the server
+                await asyncio.Event().wait()  # until the request is cancelled: it must not look complete to the server
             if not message.get("more_body"):
                 self.sent_all.set()
             if message.get("body"):
                 yield message["body"]
 
     async def drain(self) -> None:
-        """Reads what is left of a body that nobody wants."""
+        """Reads and discards the rest of the body."""
         if self.sent_all.is_set():
             return
-        # What sends the body to the server may still read it as well.
+        # The task that sends the body to the server may still be reading it too.
         tasks = {asyncio.create_task(_drain(self._scope, self._receive)), asyncio.create_task(self.sent_all.wait())}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -187,14 +168,14 @@ class _Client:
 
 
 class Forwarder:
-    """Everything but the proxy's own pages."""
+    """Answers all requests but those for the proxy's own pages."""
 
-    def __init__(self, upstream: Upstream, server: Server, cache: Cache, metrics: Metrics, *, keyed: bool) -> None:
+    def __init__(self, upstream: Upstream, link: BackendLink, cache: Cache, metrics: Metrics, *, keyed: bool) -> None:
         self.upstream = upstream
-        self.server = server
+        self.link = link
         self.cache = cache
         self.metrics = metrics
-        # The proxy's own key is not the server's business.
+        # The server must not see the proxy's own key.
         self.keep_authorization = not keyed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -229,7 +210,7 @@ class Forwarder:
         lease = None if prompt is None else await self.cache.lease(scope["path"], prompt)
         if lease is None:
             self.metrics.count("passed")
-            with self.server.slots.passing(body=body):
+            with self.link.slots.passing(taints=self.link.backend.taints(body)):
                 await self._send_on(scope, headers, body, send)
             return
         status: int | None = None
@@ -237,7 +218,7 @@ class Forwarder:
         try:
             status, tail = await self._send_on(scope, headers, lease.body, send)
         finally:
-            # Also where the client went away: this task is being cancelled then.
+            # Also runs when the client went away: then this task is being cancelled.
             await asyncio.shield(lease.finish(status, tail))
 
     def _cacheable(self, scope: Scope) -> bool:
@@ -245,20 +226,21 @@ class Forwarder:
 
     async def _pass(self, scope: Scope, client: _Client, send: Send) -> None:
         content = client.body()
-        if scope["method"] == "POST" and scope["path"] not in _READS_ONLY:
+        backend, path = self.link.backend, scope["path"]
+        if scope["method"] == "POST" and not backend.only_reads(path):
             try:
-                with self.server.slots.passing(scope["path"]):
+                with self.link.slots.passing(slot_id=backend.slot_of(path)):
                     await self._send_on(scope, scope["headers"], content, send, client)
             finally:
-                if scope["path"].startswith("/lora-adapters"):
-                    self.server.forget()
+                if backend.changes_adapters(path):
+                    self.link.invalidate()
             return
         await self._send_on(scope, scope["headers"], content, send, client)
 
     async def _send_on(
         self, scope: Scope, headers: Any, content: Any, send: Send, client: _Client | None = None
     ) -> tuple[int | None, bytes]:
-        """Status and the end of the body, once all is sent; without a status where the server broke off."""
+        """Status and the end of the body, after all of it was sent; status None where the server broke off."""
         target = _target(scope)
         if scope.get("query_string"):
             target += b"?" + scope["query_string"]
@@ -275,9 +257,9 @@ class Forwarder:
                 begun = True
                 return answer.status, await _relay(answer, send, client)
         except HttpError as error:
-            self.server.suspect()
+            self.link.mark_unverified()
             if begun:
-                # The answer stays without its end, and the connection is closed: the client sees a broken answer.
+                # The answer is not completed and the connection is closed: the client sees a broken answer.
                 log.warning("llama-server broke off: %s", error)
                 return None, b""
             log.warning("llama-server cannot be reached: %s", error)
@@ -289,9 +271,9 @@ class Forwarder:
 
 
 async def _relay(answer: Answer, send: Send, client: _Client | None) -> bytes:
-    """Sends an answer on as it arrives; the end of its body."""
+    """Forwards an answer as it arrives; returns the end of its body."""
     headers = end_to_end(answer.headers)
-    if answer.status in (204, 304):  # there is no body, whatever length is told
+    if answer.status in (204, 304):  # there is no body, whatever the length says
         headers = [(name, value) for name, value in headers if name != b"content-length"]
     if any(name.lower() == b"connection" and b"close" in value.lower() for name, value in answer.headers):
         headers.append((b"connection", b"close"))
@@ -310,68 +292,9 @@ async def _nothing() -> dict[str, Any]:
     return {"type": "http.disconnect"}
 
 
-class Pages:
-    """What the proxy says of itself."""
-
-    def __init__(self, server: Server, metrics: Metrics, upstream: Upstream, *, private: bool) -> None:
-        self.server = server
-        self.metrics = metrics
-        self.upstream = upstream
-        self.private = private
-
-    async def page(self, request: Request) -> Response:
-        return HTMLResponse(PAGE, headers=_HEADERS)
-
-    async def _stats(self) -> tuple[Stats | None, list[dict[str, Any]]]:
-        store = self.server.store
-        if store is None:
-            return None, []
-
-        def read(store: Store) -> tuple[Stats, list[dict[str, Any]]]:
-            return store.stats(), tree(operate.listing(store, order="used", limit=SHOWN), private=self.private)
-
-        return await self.server.run(read, store)
-
-    async def stats(self, request: Request) -> Response:
-        self.server.look_again()
-        store, prefixes = await self._stats()
-        identity = self.server.identity
-        rates = self.server.slots.rates
-        body = {
-            "upstream": self.upstream.url,
-            "caching": not self.server.off,
-            "private": self.private,
-            "off": self.server.off or None,
-            "model": None if identity is None else identity.model,
-            "fingerprint": None if identity is None else identity.fingerprint,
-            "probed": None if identity is None else identity.probed,
-            **self.metrics.as_dict(private=self.private),
-            "slots": [
-                {"id": s.id, "busy": s.busy, "tokens": s.n_total, "stored_tokens": s.stored, "saving": s.putting > 0}
-                for s in self.server.slots.all
-            ],
-            "rates": {
-                "prefill_tokens_per_second": None if rates.prefill is None else round(1 / rates.prefill, 1),
-                "restore_bytes_per_second": round(1 / max(rates.restore_byte, 1e-12)),
-                "save_bytes_per_second": round(1 / max(rates.save_byte, 1e-12)),
-            },
-            "store": None if store is None else store.as_dict(),
-            "prefixes": prefixes,
-        }
-        return JSONResponse(body, headers=_HEADERS)
-
-    async def metrics_text(self, request: Request) -> Response:
-        """The proxy's, and after them the server's own where it has them."""
-        store = self.server.store
-        text = self.metrics.prometheus(None if store is None else await self.server.run(store.stats))
-        with contextlib.suppress(UpstreamError):
-            own = {} if self.private else {n: v for n, v in request.headers.items() if n == "authorization"}
-            text += await self.upstream.text("/metrics", own)
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4", headers=_HEADERS)
-
-
 def create_app(
     url: str,
+    slot_dir: str | os.PathLike[str],
     settings: Settings,
     *,
     api_key: str | None = None,
@@ -381,25 +304,27 @@ def create_app(
     """The application; its lifespan opens and closes the store."""
     metrics = Metrics()
     upstream = Upstream(url, api_key=upstream_api_key)
-    server = Server(upstream, settings, metrics)
-    saver = Saver(server, metrics)
-    cache = Cache(server, saver, metrics)
-    pages = Pages(server, metrics, upstream, private=api_key is not None)
+    backend = LlamaServerBackend(upstream, slot_dir)
+    link = BackendLink(backend, settings, metrics)
+    saver = Saver(link, metrics)
+    cache = Cache(link, saver, metrics)
+    pages = Pages(link, metrics, private=api_key is not None)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        for name in server.files.remove_stale():
+        for name in backend.remove_stale():
             log.info("removed %s, left by a proxy that was killed", name)
-        watching, saving = asyncio.create_task(server.watch()), asyncio.create_task(saver.run())
+        watching, saving = asyncio.create_task(link.watch()), asyncio.create_task(saver.run())
         try:
             yield
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
             await saver.last(saving)
-            await server.close()
+            await link.close()
+            await upstream.close()
 
-    forwarder = Forwarder(upstream, server, cache, metrics, keyed=api_key is not None)
+    forwarder = Forwarder(upstream, link, cache, metrics, keyed=api_key is not None)
     app = Starlette(
         routes=[
             Route("/kvstore", pages.page),
@@ -408,9 +333,9 @@ def create_app(
             Route("/metrics", pages.metrics_text),
             Mount("/", app=forwarder),
         ],
-        middleware=[Middleware(KeyGuard, key=api_key, listen_host=listen_host)],
+        middleware=[Middleware(KeyGuard, key=api_key, listen_host=listen_host, is_open=backend.is_open)],
         exception_handlers={Exception: _failed},
         lifespan=lifespan,
     )
-    app.state.server, app.state.metrics = server, metrics
+    app.state.link, app.state.metrics = link, metrics
     return app

@@ -1,56 +1,31 @@
-"""The cache's part of a request: its tokens, the match, the slot, the restore; and afterwards what the slot holds."""
+"""The cache's part of a request: it finds tokens, match and slot, restores, and records the answer."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ... import slotfile
 from ...errors import LayoutError
 from ...store import Store
 from ...types import Match, hex_id
-from .fingerprint import erase, restore
+from .backend import Timings
+from .backend_link import BackendLink
 from .metrics import Metrics, Recent
-from .prompt import Prompt, common, continues
+from .prompt import Prompt, continues
 from .saver import Saver
-from .server import Server
-from .slots import NOTHING, Choice, Slot
+from .slots import Choice, Slot
 from .upstream import UpstreamError
 
 log = logging.getLogger("kvstore.proxy")
 LOOKUP_SECONDS = 5.0
 RESTORE_SECONDS = 120.0
-# A chat that adds less computing than this to what its slot holds is sent there without a look into the store.
+# A chat that adds less computing than this to the contents of its slot goes there without a look into the store.
 HOT_SECONDS = 0.15
 CHARS_PER_TOKEN = 3
-_TIMINGS = re.compile(rb'"timings":(\{[^{}]*\})')
-TAIL_BYTES = 16 << 10  # of an answer's end, where its timings are
-
-
-@dataclass(frozen=True)
-class Timings:
-    """What the server says of a request it answered."""
-
-    cached: int
-    computed: int
-    computed_ms: float
-    generated: int
-
-    @classmethod
-    def find(cls, tail: bytes) -> Timings | None:
-        """In the end of an answer, streamed or not. Text of the model has its quotes escaped, so it is not found."""
-        found = _TIMINGS.findall(tail)
-        if not found:
-            return None
-        try:
-            t = json.loads(found[-1])
-            return cls(int(t["cache_n"]), int(t["prompt_n"]), float(t["prompt_ms"]), int(t["predicted_n"]))
-        except (ValueError, KeyError, TypeError):
-            return None
+TAIL_BYTES = 16 << 10  # of the end of an answer, which has the timings
 
 
 class Lease:
@@ -63,7 +38,7 @@ class Lease:
         self.held = choice.held
         self.restored: Match | None = None
         self.recent = recent
-        slots = cache.server.slots
+        slots = cache.link.slots
         self.meddled = choice.slot.meddled
         self._tainted = -1 if slots.tainting else slots.tainted
         self.body = prompt.for_slot(choice.slot.id, plain=True)
@@ -71,56 +46,57 @@ class Lease:
 
     @property
     def overlapped(self) -> bool:
-        """Whether a request with other numbers was under way at the same time: it may have had the slot just before."""
-        slots = self._cache.server.slots
+        """Whether a request that taints was under way at the same time: it may have had the slot just before."""
+        slots = self._cache.link.slots
         return bool(slots.tainting) or slots.tainted != self._tainted
 
     async def finish(self, status: int | None, tail: bytes) -> None:
         """After the answer: its status (None where it was cut off) and the end of its body."""
+        link = self._cache.link
         try:
-            timings = Timings.find(tail) if status == 200 else None
+            timings = link.backend.parse_timings(tail) if status == 200 else None
             if self.meddled != self.slot.meddled:
-                self.slot.forget()
+                link.slots.invalidated(self.slot)
             elif timings is not None:
-                self._cache.learn(self, timings)
-                self._cache.server.sure()
+                self._cache.record_result(self, timings)
+                link.mark_verified()
             elif status in (None, 200):
-                self._cache.unknown(self)
+                self._cache.record_cut_off(self)
             else:
-                self.slot.forget()
+                link.slots.invalidated(self.slot)
         except Exception:
-            log.warning("what a request left in its slot is not known", exc_info=True)
+            log.warning("the contents of a slot after a request are unknown", exc_info=True)
             self._cache.metrics.count("failures")
-            self.slot.forget()
+            link.slots.invalidated(self.slot)
         finally:
-            self._cache.server.note(self.slot)
-            await self._cache.server.slots.release(self.slot)
+            link.note(self.slot)
+            await link.slots.released(self.slot)
             self._cache.saver.wake()
 
 
 class Cache:
-    def __init__(self, server: Server, saver: Saver, metrics: Metrics) -> None:
-        self.server = server
+    def __init__(self, link: BackendLink, saver: Saver, metrics: Metrics) -> None:
+        self.link = link
         self.saver = saver
         self.metrics = metrics
 
     # -- before the request
 
     async def lease(self, path: str, prompt: Prompt) -> Lease | None:
-        """A slot for the request, with as much of its prompt as pays; None where it has to pass without the cache."""
+        """A slot for the request, with as much of its prompt as pays; None where the request must pass without the cache."""
         choice: Choice | None = None
         started = time.perf_counter()
         try:
             found = await asyncio.wait_for(self._look_up(prompt), LOOKUP_SECONDS + 10)
             if found is None:
                 return None
-            hot, match, stuck = found
+            hot, match, busy_elsewhere = found
             looked = time.perf_counter() - started
-            slots = self.server.slots
-            if hot is not None and slots.take(hot):
+            slots = self.link.slots
+            if hot is not None and slots.lease_now(hot):
                 choice = Choice(hot, hot.n_total, None, 0)
             else:
-                choice = await slots.acquire(prompt, match, stuck)
+                choice = await slots.acquire(prompt, match, busy_elsewhere)
             if choice.skipped:
                 self.metrics.count("restores_skipped")
                 slots.rates.skipped()
@@ -130,9 +106,9 @@ class Cache:
             if choice.displaced:
                 await self.saver.before_overwrite(choice)
             if choice.restore is not None:
-                found_it = await self._restore(lease, choice.restore)
-                if not found_it and (again := await self._match(prompt)) is not None:
-                    # It gave way to a longer one of its conversation while the request waited.
+                still_stored = await self._restore(lease, choice.restore)
+                if not still_stored and (again := await self._match(prompt)) is not None:
+                    # A longer entry of the conversation replaced it while the request waited.
                     await self._restore(lease, again)
             if choice.slot.needs_erase:
                 await self._erase(choice.slot)
@@ -140,49 +116,49 @@ class Cache:
             return lease
         except BaseException as error:
             if choice is not None:
-                await self.server.slots.release(choice.slot)
+                await self.link.slots.released(choice.slot)
             if not isinstance(error, Exception):
                 raise
             if isinstance(error, UpstreamError) and error.status is not None:
-                return None  # the server will say what is wrong with the request
+                return None  # the server itself reports what is wrong with the request
             self.metrics.count("failures")
             log.warning("the cache failed; the request is served without it", exc_info=True)
             return None
 
     async def _look_up(self, prompt: Prompt) -> tuple[Slot | None, Match | None, frozenset[int]] | None:
-        """The slot that surely is the one, or what the store has; None where the cache is off."""
-        server = self.server
+        """The slot that is sure to be the right one, or the match in the store; None where the cache is off."""
+        link = self.link
         if prompt.kind == "chat" and self._hot(prompt) is not None:
-            if not await server.check():
+            if not await link.check():
                 return None
             if (hot := self._hot(prompt)) is not None:
                 return hot, None, frozenset()
         fill = prompt.text is None and prompt.tokens is None
         if fill:
-            text, linked = await asyncio.gather(server.tokenizer.template(prompt), server.check(), return_exceptions=True)
+            template, check = link.tokenizer.template(prompt), link.check()
+            text, linked = await asyncio.gather(template, check, return_exceptions=True)
             if isinstance(text, BaseException):
                 raise text
             if isinstance(linked, BaseException):
                 raise linked
             prompt.text = text
         else:
-            linked = await server.check()
-        store = server.store
+            linked = await link.check()
+        store = link.store
         if not linked or store is None:
             return None
-        if prompt.id_slot is not None and prompt.id_slot >= len(server.slots.all):
+        if prompt.id_slot is not None and prompt.id_slot >= len(link.slots.all):
             return None
         if prompt.tokens is None:
-            await server.tokenizer.fill(prompt)
+            await link.tokenizer.fill(prompt)
         match = await self._match(prompt)
-        unsure = server.slots.foreign or any(slot.cut for slot in server.slots.all)
-        stuck = await server.working() if unsure else frozenset()
-        return None, match, stuck
+        unsure = link.slots.unleased_requests or any(slot.cut for slot in link.slots.all)
+        return None, match, await link.busy_elsewhere() if unsure else frozenset()
 
     def _hot(self, prompt: Prompt) -> Slot | None:
-        """The free slot whose chat this one continues by little."""
+        """The free slot whose chat this one continues with few tokens."""
         shape = None
-        for slot in self.server.slots.all:
+        for slot in self.link.slots.all:
             if slot.busy or slot.chat is None or prompt.id_slot not in (None, slot.id):
                 continue
             added = continues(slot.chat[1], prompt.data["messages"])
@@ -190,35 +166,35 @@ class Cache:
                 continue
             shape = prompt.shape() if shape is None else shape
             if shape == slot.chat[0]:
-                seconds = self.server.slots.rates.prefill_seconds(added / CHARS_PER_TOKEN)
+                seconds = self.link.slots.rates.prefill_seconds(added / CHARS_PER_TOKEN)
                 return slot if seconds < HOT_SECONDS else None
         return None
 
     async def _restore(self, lease: Lease, match: Match) -> bool:
-        """Puts a stored state into the slot; False where the entry is gone. Where it fails the slot is empty, and the
-        request goes on."""
-        server, slot = self.server, lease.slot
-        store, identity = server.store, server.identity
+        """Puts a stored state into the slot; False where the entry is gone. After a failure the contents of the slot are
+        unknown, and the request goes on."""
+        link, slot = self.link, lease.slot
+        store, identity = link.store, link.identity
         assert store is not None
         assert identity is not None
         started = time.perf_counter()
         try:
-            file = await server.run(self._state, store, match, identity.form)
+            file = await link.run(self._state, store, match, identity.form)
         except Exception:
             self.metrics.count("failures")
             log.warning("entry %s was not read", hex_id(match.entry.id), exc_info=True)
             return True
         if file is None:
             return False
-        slot.forget()
+        link.slots.restoring(slot)
         try:
-            n = await restore(server.upstream, server.files, slot.id, file, RESTORE_SECONDS)
+            n = await link.backend.restore_slot(slot.id, file, RESTORE_SECONDS)
         except UpstreamError as error:
             self.metrics.count("restores_failed")
             if error.status is not None:
-                server.bad.add(match.entry.id)
+                link.rejected_entries.add(match.entry.id)
             elif not error.late:
-                server.suspect()
+                link.mark_unverified()
             log.warning("entry %s was not restored: %s", hex_id(match.entry.id), error.message)
             return True
         except Exception:
@@ -226,41 +202,40 @@ class Cache:
             log.warning("entry %s was not restored", hex_id(match.entry.id), exc_info=True)
             return True
         seconds = time.perf_counter() - started
-        slot.tokens, slot.n_total, slot.stored, slot.entry = file.tokens[:n], n, n, match.entry.id
-        slot.unfit = n != file.tokens.shape[0]
+        link.slots.restored(slot, file.tokens, n, match.entry.id)
         lease.restored = match
         lease.recent.restore_ms = seconds * 1e3
         lease.recent.entry = match.entry.hex_id
-        server.slots.rates.restored(file.state.nbytes, seconds)
+        link.slots.rates.restored(file.state.nbytes, seconds)
         self.metrics.count("restores")
         self.metrics.seconds["restore_seconds"] += seconds
         return True
 
     async def _erase(self, slot: Slot) -> None:
-        """Empties a slot: the server would go on from what it holds, computed with an adapter perhaps."""
+        """Empties a slot: the server would continue from its unknown contents, perhaps computed with an adapter."""
         try:
-            await erase(self.server.upstream, slot.id)
-            slot.unfit = False
+            await self.link.backend.erase_slot(slot.id)
+            self.link.slots.erased(slot)
         except UpstreamError as error:
             if error.status is None:
-                self.server.suspect()
+                self.link.mark_unverified()
             log.info("slot %d was not erased: %s", slot.id, error.message)
 
     async def _match(self, prompt: Prompt) -> Match | None:
-        """What the store has of a prompt, if this server can take it."""
-        server, tokens = self.server, prompt.tokens
-        store, identity = server.store, server.identity
+        """The stored state that has most of a prompt, if this server can take it."""
+        link, tokens = self.link, prompt.tokens
+        store, identity = link.store, link.identity
         if store is None or identity is None or tokens is None:
             return None
-        if not server.reuses or tokens.size < server.settings.min_tokens:
+        if not link.reuses or tokens.size < link.settings.min_tokens:
             return None
-        match = await asyncio.wait_for(server.run(store.match, tokens), LOOKUP_SECONDS)
-        if match is None or match.entry.id in server.bad or match.entry.n_images:
+        match = await asyncio.wait_for(link.run(store.match, tokens), LOOKUP_SECONDS)
+        if match is None or match.entry.id in link.rejected_entries or match.entry.n_images:
             return None
         return None if 0 < identity.n_ctx <= match.n_common else match
 
     def _state(self, store: Store, match: Match, form: slotfile.SlotFile) -> slotfile.SlotFile | None:
-        """The slot file of a match; cut to what serves where it can be cut."""
+        """The slot file of a match, cut to the common tokens where its layout allows that."""
         try:
             saved = store.get(match.entry.id, n_tokens=match.n_common)
         except LayoutError:
@@ -271,57 +246,25 @@ class Cache:
 
     # -- after the request
 
-    def unknown(self, lease: Lease) -> None:
-        """The request was cut off: the slot holds some of it, and a save will tell how much."""
-        slot, prompt, identity = lease.slot, lease.prompt, self.server.identity
-        unfit = slot.unfit or lease.overlapped
-        slot.forget()
+    def record_cut_off(self, lease: Lease) -> None:
+        """The request was cut off."""
+        prompt, identity = lease.prompt, self.link.identity
         # A context shift that keeps the start of the prompt would not show in the tokens.
-        if unfit or identity is None or identity.keeps or {"n_keep", "n_discard"} & prompt.data.keys():
-            return
-        slot.unfit = False
-        slot.origin, slot.n_prompt = prompt, 0
-        slot.n_total = 0 if prompt.tokens is None else prompt.tokens.shape[0]
+        shifts = identity is None or identity.keeps or bool({"n_keep", "n_discard"} & prompt.data.keys())
+        self.link.slots.aborted(lease.slot, prompt, keeps=not lease.overlapped and not shifts)
 
-    def _useless(self, match: Match, cached: int) -> None:
-        server, entry = self.server, match.entry
+    def _record_futile(self, match: Match, cached: int) -> None:
+        link, entry = self.link, match.entry
         self.metrics.count("restores_useless")
-        server.bad.add(entry.id)
-        server.useless += 1
+        link.rejected_entries.add(entry.id)
+        link.futile_restores += 1
         log.warning("of %d tokens restored from %s the server used %d", match.n_common, entry.hex_id, cached)
-        if not server.reuses:
-            log.warning("this server makes nothing of its slot files: no restores and saves until it is another one")
+        if not link.reuses:
+            log.warning("this server does not use its own slot files: restores and saves end until another one is there")
 
-    def _is_plain(self, lease: Lease, timings: Timings) -> bool:
-        """Whether the slot holds the plain computation of its tokens now. Where it does not, nothing is kept of it."""
-        slot, prompt, identity = lease.slot, lease.prompt, self.server.identity
-        n_total = timings.cached + timings.computed + timings.generated
-        if identity is None or 0 < identity.n_ctx <= n_total:
-            slot.forget()  # the context was full: the server may have shifted it
-            self.server.slots.strangers = True
-            return False
-        if timings.cached == 0:
-            slot.unfit = False
-        elif slot.needs_erase or lease.overlapped:
-            slot.forget()
-            return False
-        elif prompt.tokens is not None:
-            held, n_prompt = slot.holds(prompt.tokens), timings.cached + timings.computed
-            least = min(held, n_prompt - 1) - 1 if identity.crops and prompt.tokens.shape[0] == n_prompt else 0
-            if timings.cached < least:
-                # Somebody else used the slot meanwhile: what was reused is theirs.
-                slot.forget()
-                self.server.slots.strangers = True
-                return False
-            # What follows the known tokens is the answer, whose tokens are not known yet, and their number only nearly.
-            most = max(held, slot.n_total + 2) if held == slot.tokens.shape[0] else held
-            if timings.cached > most and (self.server.slots.strangers or identity.adapters):
-                # From the server's own cache, or moved chunks: whatever they were computed with.
-                slot.unfit = True
-        return True
-
-    def learn(self, lease: Lease, timings: Timings) -> None:
-        slot, prompt, slots = lease.slot, lease.prompt, self.server.slots
+    def record_result(self, lease: Lease, timings: Timings) -> None:
+        """The request was answered: updates metrics, rates and the slot."""
+        link, slots = self.link, self.link.slots
         n_prompt = timings.cached + timings.computed
         recent = lease.recent
         recent.prompt_tokens, recent.cached_tokens = n_prompt, timings.cached
@@ -332,28 +275,12 @@ class Cache:
             saved = slots.rates.prefill_seconds(used) - recent.restore_ms / 1e3
             self.metrics.seconds["saved_seconds"] += max(0.0, saved)
             if timings.cached < lease.restored.n_common // 2:
-                self._useless(lease.restored, timings.cached)
+                self._record_futile(lease.restored, timings.cached)
             else:
-                self.server.useless = 0
+                link.futile_restores = 0
         if timings.cached:
             recent.source = "store" if recent.restored_tokens else "slot"
         self.metrics.done(recent)
-        if not self._is_plain(lease, timings):
-            return
-        known = slot.tokens[: min(slot.tokens.shape[0], timings.cached)]
-        if prompt.tokens is not None and prompt.tokens.shape[0] == n_prompt:
-            kept = common(slot.tokens, prompt.tokens)
-            slot.tokens = prompt.tokens
-        else:
-            kept = known.shape[0]
-            slot.tokens = known if prompt.tokens is None else NOTHING
-        if slot.stored > max(kept, timings.cached):
-            # The slot left the way of the entry that it was restored from or stored as.
-            slot.stored, slot.entry = min(slot.stored, kept), None
-        slot.stored = max(slot.stored, min(lease.in_store, n_prompt))
-        slot.n_total = n_prompt + max(0, timings.generated - 1)
-        slot.n_prompt = n_prompt
-        slot.origin = None if slot.unfit else prompt
-        slot.chat = (prompt.shape(), prompt.messages) if prompt.kind == "chat" else None
-        slot.used = time.monotonic()
-        slot.seen = None
+        slots.answered(
+            lease.slot, lease.prompt, timings, link.identity, in_store=lease.in_store, overlapped=lease.overlapped
+        )

@@ -1,4 +1,4 @@
-"""The proxy's HTTP client: small requests of its own, and requests of others that pass through unchanged."""
+"""The proxy's HTTP client: its own small requests, and clients' requests that pass through unchanged."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ CONNECT_SECONDS = 10.0
 KEEP_SECONDS = 2.0  # llama-server closes after 5
 MAX_ANSWER = 256 << 20
 RawHeaders = list[tuple[bytes, bytes]]
-# What aiohttp would add to the headers that it is given.
+# Headers that aiohttp would add.
 _NOT_ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 _PRINTABLE = "".join(map(chr, range(0x21, 0x7F))).replace("#", "")
 
 
 class HttpError(Exception):
-    """The server cannot be reached, does not speak HTTP, or ended its answer early."""
+    """The server cannot be reached, its answer is not HTTP, or the answer ended early."""
 
     late = False
 
@@ -51,13 +51,13 @@ class Answer:
 
 
 class HttpClient:
-    """Requests to one server. Redirects, cookies and proxies of the environment are left alone; certificates are checked
+    """Requests to one server. Redirects, cookies and the environment's proxies are ignored; certificates are checked
     against SSL_CERT_FILE or the system's authorities."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self._base = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
-        # aiohttp's own context is made at import, before a caller may have set SSL_CERT_FILE.
+        # aiohttp creates its own context at import, possibly before a caller has set SSL_CERT_FILE.
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._kept: aiohttp.ClientSession | None = None
         self._fresh: aiohttp.ClientSession | None = None
@@ -68,7 +68,7 @@ class HttpClient:
                 await session.close()
 
     def _session(self, **connector: Any) -> aiohttp.ClientSession:
-        """Sessions belong to the event loop that runs when they are made."""
+        """A session belongs to the event loop that runs when it is created."""
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=True if self._tls is None else self._tls, **connector),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -85,8 +85,8 @@ class HttpClient:
     async def request(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes, timeout: float
     ) -> tuple[int, bytes]:
-        """Status and body, over a connection that is kept for a while. The request may be sent twice, where the server
-        closed that connection. Raises HttpError."""
+        """Status and body, over a connection that is kept open for a while. Where the server closed that connection, the
+        request is sent a second time. Raises HttpError."""
         if self._kept is None:
             self._kept = self._session(keepalive_timeout=KEEP_SECONDS)
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, CONNECT_SECONDS))
@@ -110,14 +110,14 @@ class HttpClient:
     async def stream(
         self, method: str, target: bytes, headers: RawHeaders, content: bytes | AsyncIterator[bytes] | None
     ) -> AsyncIterator[Answer]:
-        """A request as somebody else wrote it, sent once, over a connection of its own: a kept one that the server closes
-        at the same moment would fail a request that cannot be sent twice. Leaving the context early closes it.
+        """A client's request, sent once, over a connection of its own: the server may close a kept connection at the same
+        moment, and this request cannot be sent twice. Leaving the context closes the connection.
 
         `headers` have no Host. Raises HttpError.
         """
         if self._fresh is None:
             self._fresh = self._session(force_close=True)
-        # Otherwise aiohttp asks the server to close, and the server's own wish to close could not be told from that.
+        # Otherwise aiohttp asks the server to close, and the answer does not show whether the server itself wants that.
         sent = [("Connection", "keep-alive"), *((name.decode("latin-1"), _text(value)) for name, value in headers)]
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         try:
@@ -154,7 +154,7 @@ def _failure(error: BaseException) -> HttpError:
 
 
 def _text(value: bytes) -> str:
-    """aiohttp writes UTF-8: these bytes unchanged, or where they are not UTF-8 their Latin-1 characters."""
+    """A header value for aiohttp, which writes UTF-8. Bytes that are not UTF-8 become their Latin-1 characters."""
     try:
         return value.decode()
     except UnicodeDecodeError:

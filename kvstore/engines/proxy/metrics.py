@@ -1,4 +1,4 @@
-"""What the proxy counts, and the forms it gives it in: JSON and Prometheus text."""
+"""The proxy's counters, as JSON and as Prometheus text."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ...util.printable import printable
 RECENT = 50
 _HELP = {
     "requests": "Requests that the cache looked at.",
-    "passed": "Requests that passed through as if there were no cache.",
+    "passed": "Requests that passed through without the cache.",
     "restores": "States restored into a slot.",
-    "restores_skipped": "Restores that would not have paid.",
+    "restores_skipped": "Restores left out because computing was faster.",
     "restores_failed": "Restores that the server refused.",
     "restores_useless": "Restores after which the server reused little or nothing.",
     "saves": "Slots saved and put into the store.",
     "saves_skipped": "Saves that would have added little.",
     "saves_before_overwrite": "Saves done while a request for another conversation waited.",
-    "saves_unfit": "Slots not saved: they held more than the plain computation of their tokens, or another's.",
-    "failures": "Failures of the cache; the request was served without it.",
-    "token_mismatches": "Prompts whose tokens were not those the server computed.",
+    "saves_unfit": "Slots not saved: they may hold more than the plain computation of their tokens, or another client's.",
+    "failures": "Failures of the cache; the requests were served without it.",
+    "token_mismatches": "Prompts whose tokens differed from those that the server computed.",
     "upstream_changes": "Server processes seen after the first.",
     "prompt_tokens": "Prompt tokens of requests that the cache looked at.",
     "cached_tokens": "Of these, tokens that the server did not compute again.",
@@ -39,7 +39,7 @@ _HELP_SECONDS = {
 
 @dataclass
 class Recent:
-    """One request, for people."""
+    """One of the last requests, for the page."""
 
     at: float
     path: str
@@ -78,7 +78,7 @@ class Metrics:
         return self.counts["cached_tokens"] / max(1, self.counts["prompt_tokens"])
 
     def as_dict(self, *, private: bool) -> dict[str, Any]:
-        """JSON-ready; excerpts only where `private`."""
+        """JSON-ready; with excerpts only if `private`."""
         recent = [asdict(r) for r in self.recent]
         for r in recent:
             r["excerpt"] = printable(clean_excerpt(r["excerpt"])) if private else None

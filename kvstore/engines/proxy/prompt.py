@@ -1,10 +1,10 @@
-"""What a request asks the model for: whether its state can be kept, and the tokens of its prompt."""
+"""What a request asks the model for: whether its state can be cached, and the tokens of its prompt."""
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,11 +12,12 @@ import numpy as np
 
 from ...types import Tokens
 from ...util.buffers import common_prefix_length
+from .backend import Backend
 
 CHAT_PATHS = ("/v1/chat/completions", "/chat/completions")
 COMPLETION_PATHS = ("/completion", "/completions", "/v1/completions")
 GENERATES = (*CHAT_PATHS, *COMPLETION_PATHS)
-# What does not change the prompt that a chat's template gives.
+# These fields do not change the prompt that the chat template makes.
 _SAMPLING = frozenset(
     {
         "messages", "stream", "stream_options", "temperature", "top_p", "top_k",
@@ -26,25 +27,23 @@ _SAMPLING = frozenset(
         "logprobs", "top_logprobs", "n_probs", "logit_bias", "n",
     }
 )  # fmt: skip
-# 5.6 us a token were measured for SmolLM2: where less is known, tokenizing all of a prompt takes less than 3 ms.
+# SmolLM2's tokenizer takes 5.6 us per token: below this length, tokenizing a whole prompt takes less than 3 ms.
 SPLICE_CHARS = 2048
-# An answer that starts with a line break may join the one before it; that is no reason to give all up.
+# An answer that starts with a line break may merge with the one before it: one wrong join is not the rule.
 MAX_BAD_SPLICES = 3
-# Bodies that nest deeper are not looked into: comparing and writing them would end in a RecursionError.
+# Bodies that nest deeper are not cached: comparing and writing them would raise a RecursionError.
 MAX_DEPTH = 100
 CACHED_TEXTS, CACHED_CHARS = 64, 8 << 20
-
-Ask = Callable[..., Awaitable[Any]]
 
 
 @dataclass(eq=False)
 class Prompt:
-    """A request whose state can be kept. `text` and `tokens` are filled in as they become known."""
+    """A request whose state can be cached. `text` and `tokens` are filled in as they become known."""
 
     kind: Literal["chat", "completion"]
     body: bytes
     data: dict[str, Any]
-    id_slot: int | None = None  # as the client wants it
+    id_slot: int | None = None  # the slot that the client asks for
     text: str | None = None
     tokens: Tokens | None = None
     spliced: bool = False
@@ -63,16 +62,16 @@ class Prompt:
         return "" if self.kind == "chat" or self.text is None else self.text[:500]
 
     def shape(self) -> dict[str, Any]:
-        """All that decides the prompt beside the messages."""
+        """All fields besides the messages that decide the prompt."""
         return {name: value for name, value in self.data.items() if name not in _SAMPLING}
 
     def for_slot(self, id: int, *, plain: bool = False) -> bytes:
-        """The body, asking for a slot; otherwise byte for byte the client's. `plain` asks the server to leave
-        --cache-reuse for this request: chunks that it moves are not what computing them gives."""
+        """The client's body with the slot added, otherwise byte for byte as it came. `plain` turns --cache-reuse off for
+        this request: a chunk that the server moves differs from the same chunk computed in its place."""
         more = b'"n_cache_reuse":0,' if plain and "n_cache_reuse" not in self.data else b""
         body = self.body
         if self.id_slot is None:
-            if "id_slot" in self.data:  # the server takes the last of two equal keys
+            if "id_slot" in self.data:  # of two equal keys the server takes the last
                 end = body.rindex(b"}")
                 body = body[:end] + b',"id_slot":%d' % id + body[end:]
             else:
@@ -116,13 +115,13 @@ def _deeper(data: Any, levels: int) -> bool:
 
 
 def _understood(body: bytes) -> dict[str, Any] | None:
-    """The object that a body is, if Python reads in it what the server does. The server says what is wrong with a body,
-    and takes some that Python does not (any depth, a byte order mark)."""
+    """The object in a body, if Python reads it as the server does. The server accepts some bodies that Python does not
+    (any depth, a byte order mark), and reports what is wrong with the others."""
     try:
-        # As text: json would take bytes for UTF-16 as well.
+        # Decoded first: json would also read bytes as UTF-16.
         data = json.loads(body.decode(), parse_constant=_refuse)
         if b"\\u" in body:
-            # Half a surrogate pair, which the server refuses.
+            # Fails on half a surrogate pair, which the server refuses.
             json.dumps(data, ensure_ascii=False).encode()
         if not isinstance(data, dict):
             return None
@@ -133,8 +132,8 @@ def _understood(body: bytes) -> dict[str, Any] | None:
 
 
 def parse(path: str, body: bytes) -> Prompt | None:
-    """The request, or None where it has to pass as if there were no cache: several prompts or answers, images or audio,
-    adapters of its own, chunks to be moved, no wish to be cached, or nothing that is understood."""
+    """The request, or None where it must pass without the cache: it has several prompts or answers, images or audio, its
+    own adapters, or chunks to move, it does not want to be cached, or it is not understood."""
     data = _understood(body)
     if data is None:
         return None
@@ -160,12 +159,12 @@ def parse(path: str, body: bytes) -> Prompt | None:
 
 
 def common(a: Tokens, b: Tokens) -> int:
-    """How many leading tokens are equal."""
+    """The number of equal leading tokens."""
     return common_prefix_length(a, b)
 
 
 def continues(earlier: list[Any], messages: list[Any]) -> int | None:
-    """Characters that a chat adds to an earlier one and its answer; None where it does not continue it."""
+    """The characters that a chat adds to an earlier chat and its answer; None where it does not continue that chat."""
     n = len(earlier)
     if len(messages) <= n or messages[:n] != earlier or messages[n].get("role") != "assistant":
         return None
@@ -173,14 +172,14 @@ def continues(earlier: list[Any], messages: list[Any]) -> int | None:
 
 
 class Tokenizer:
-    """Tokens of prompts, as the server computes them.
+    """The tokens of prompts, as the server computes them.
 
-    Texts that begin with a text seen before are tokenized from its end on. Where the join of the two is not what the
-    server makes of the whole, the tokens are right up to the join; `learn` ends the practice where that is the rule.
+    Of a text that begins with a known text, only the rest is tokenized. Where the server tokenizes the whole differently,
+    the tokens are right up to the join; `reconcile` ends the practice where that happens often.
     """
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._texts: OrderedDict[str, Tokens] = OrderedDict()
         self._chars = 0
         self.bad_splices = 0
@@ -188,13 +187,10 @@ class Tokenizer:
         self.mismatches = 0
 
     async def template(self, prompt: Prompt) -> str:
-        answer = await self._ask("POST", "/apply-template", prompt.body)
-        return str(answer["prompt"])
+        return await self._backend.apply_template(prompt.body)
 
     async def tokenize(self, text: str, *, add_special: bool) -> Tokens:
-        body = {"content": text, "add_special": add_special, "parse_special": True}
-        answer = await self._ask("POST", "/tokenize", body)
-        return np.asarray(answer["tokens"], np.int32)
+        return await self._backend.tokenize(text, add_special=add_special)
 
     async def fill(self, prompt: Prompt) -> Tokens:
         """The tokens of a prompt whose text is known."""
@@ -228,9 +224,9 @@ class Tokenizer:
             self._texts.move_to_end(found)
         return found
 
-    def learn(self, prompt: Prompt, tokens: Tokens, n_prompt: int) -> bool:
-        """Compare with what the server held after the request: its tokens, of which n_prompt were the prompt. Whether
-        ours were right."""
+    def reconcile(self, prompt: Prompt, tokens: Tokens, n_prompt: int) -> bool:
+        """Compares our tokens of a prompt with those in its slot after the request, of which n_prompt were the prompt;
+        whether ours were right."""
         if prompt.tokens is None:
             if prompt.text is not None:
                 self.remember(prompt.text, tokens[:n_prompt])
@@ -241,18 +237,18 @@ class Tokenizer:
         if prompt.spliced:
             self.bad_splices += 1
         elif prompt.text is not None and (common(prompt.tokens[1:], tokens) > 1 or common(prompt.tokens, tokens[1:]) > 1):
-            # A start token that one of the two adds and the other does not.
+            # Either the tokenizer or the server adds a start token, but not both.
             self.add_special = not self.add_special
         self._texts.clear()
         self._chars = 0
         return False
 
 
-async def starts(tokenizer: Tokenizer, ask: Ask, prompt: Prompt, tokens: Tokens) -> tuple[int, int]:
-    """The tokens of the system block and where the first user turn starts; 0 where there is none.
+async def starts(tokenizer: Tokenizer, backend: Backend, prompt: Prompt, tokens: Tokens) -> tuple[int, int]:
+    """The number of tokens of the system block, and the position of the first user turn; 0 where there is none.
 
-    The system block is what the prompt has in common with the prompt of the system messages alone, or with an empty
-    question where a template wants one.
+    The system block is the beginning that the prompt shares with the prompt of the system messages alone, or of these and
+    an empty question where the template requires one.
     """
     messages = prompt.messages
     n = next((i for i, m in enumerate(messages) if m.get("role") not in ("system", "developer")), len(messages))
@@ -264,13 +260,12 @@ async def starts(tokenizer: Tokenizer, ask: Ask, prompt: Prompt, tokens: Tokens)
         if not probe:
             continue
         try:
-            answer = await ask("POST", "/apply-template", {**shape, "messages": probe, "add_generation_prompt": False})
+            block = await backend.apply_template({**shape, "messages": probe, "add_generation_prompt": False})
         except Exception as error:
-            # Many templates refuse a chat without a user.
+            # Many templates refuse a chat without a user message.
             if not hasattr(error, "status"):
                 raise
             continue
-        block = str(answer["prompt"])
         break
     if not block:
         return 0, 0

@@ -1,4 +1,4 @@
-"""Behind the answers: slots are saved and put into the store when nobody waits for the server."""
+"""Saves slots and puts them into the store, when nobody waits for the server."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from ...errors import KVStoreError, LayoutError
 from ...store import Store
 from ...types import Entry, hex_id
 from .. import probe
-from .fingerprint import save
+from .backend_link import BackendLink
 from .metrics import Metrics
 from .prompt import Prompt, common, starts
-from .server import Server
 from .slots import Choice, Slot
 from .upstream import UpstreamError
 
@@ -22,21 +21,21 @@ log = logging.getLogger("kvstore.proxy")
 SAVE_SECONDS = 120.0
 LAST_SAVES_SECONDS = 10.0
 ASK_AGAIN_SECONDS = 1.0
-# States that wait in memory for the put before them; more than this are not kept.
+# States that wait in memory for earlier puts; no slot is saved early while there are this many.
 MAX_WAITING = 3
-MAX_PUTS = 3  # of one state, where the store fails
+MAX_PUTS = 3  # attempts to store one state
 
 
 class Saver:
-    """llama-server saves a slot in its one loop, so every save stops all its answers for as long as it takes: they are
-    left for a moment when none is under way, `idle_seconds` after the last.
+    """llama-server saves a slot in its one loop, so a save stops all answers for its whole duration. Saves therefore wait
+    until no request is under way and `idle_seconds` have passed since the last one.
 
-    The exception is a slot that another conversation is about to overwrite before that moment came: it is saved first,
-    if computing what would be lost takes longer than saving it.
+    The exception is a slot that another conversation is about to overwrite: it is saved first, if computing what would be
+    lost takes longer than the save.
     """
 
-    def __init__(self, server: Server, metrics: Metrics) -> None:
-        self.server = server
+    def __init__(self, link: BackendLink, metrics: Metrics) -> None:
+        self.link = link
         self.metrics = metrics
         self._wake = asyncio.Event()
         self._stopping = False
@@ -46,61 +45,60 @@ class Saver:
         self._wake.set()
 
     def _worth(self, slot: Slot) -> bool:
-        if slot.origin is None or self.server.store is None:
+        if slot.origin is None or self.link.store is None:
             return False
         if slot.unfit:
-            self._drop(slot, "it holds more than the computation of its tokens")
+            self._drop(slot, "it may hold more than the computation of its tokens")
             return False
-        if slot.unsaved < self.server.settings.min_tokens or not self.server.reuses:
+        if slot.unsaved < self.link.settings.min_tokens or not self.link.reuses:
             self.metrics.count("saves_skipped")
-            slot.origin = None
+            self.link.slots.save_declined(slot)
             return False
         return True
 
     def _drop(self, slot: Slot, why: str) -> None:
         self.metrics.count("saves_unfit")
         log.info("slot %d is not saved: %s", slot.id, why)
-        slot.origin = None
+        self.link.slots.save_declined(slot)
 
     async def run(self) -> None:
-        """Until `last`."""
+        """Saves slots until `last` is called."""
         while not self._stopping:
             await self._wake.wait()
             self._wake.clear()
-            slots = self.server.slots
+            slots = self.link.slots
             while not self._stopping and any(slot.origin is not None for slot in slots.all if not slot.busy):
-                left = slots.last_active + self.server.settings.idle_seconds - time.monotonic()
+                left = slots.last_active + self.link.settings.idle_seconds - time.monotonic()
                 if left > 0 or not slots.quiet:
                     await asyncio.sleep(max(left, 0.05))
                     continue
                 slot: Slot | None = None
                 try:
-                    if not await self.server.awake():
+                    if not await self.link.awake():
                         continue
-                    working = await self.server.working()
-                    if working:
+                    if await self.link.busy_elsewhere():
                         await asyncio.sleep(0.2)
                         continue
                     slot = next((s for s in slots.all if not s.busy and self._worth(s)), None)
-                    if slot is not None and slots.take(slot):
+                    if slot is not None and slots.lease_now(slot):
                         try:
                             await self._save(slot)
                         finally:
-                            await slots.release(slot)
+                            await slots.released(slot)
                 except Exception:
                     self.metrics.count("failures")
                     log.warning("a slot was not saved", exc_info=True)
-                    if slot is None:  # the server could not be asked; the slots stay as they are
+                    if slot is None:  # the server did not answer; the slots stay as they are
                         await asyncio.sleep(ASK_AGAIN_SECONDS)
                 await asyncio.gather(*self._puts, return_exceptions=True)
 
     async def before_overwrite(self, choice: Choice) -> None:
-        """The caller has the slot, and a request for it."""
-        rates = self.server.slots.rates
+        """Saves the slot of a choice, if that pays. The caller has leased it for a request."""
+        rates = self.link.slots.rates
         slot = choice.slot
         if len(self._puts) >= MAX_WAITING or not self._worth(slot):
             return
-        # In favour of the save, since both are estimates.
+        # The factor favours the save: both numbers are estimates.
         if rates.save_seconds(slot.n_total) > 2 * rates.prefill_seconds(slot.unsaved) + 0.01:
             return
         try:
@@ -111,7 +109,7 @@ class Saver:
             log.warning("a slot was not saved before it was overwritten", exc_info=True)
 
     async def last(self, run: asyncio.Task[None]) -> None:
-        """At the end: what is not stored yet, and the puts under way, as far as the time goes. `run` ends with it."""
+        """At the end: saves what is not stored yet and waits for the puts, within limits of time. Ends `run`."""
         self._stopping = True
         self.wake()
         try:
@@ -119,13 +117,13 @@ class Saver:
             await asyncio.wait_for(self._last(), LAST_SAVES_SECONDS)
         except Exception:
             self.metrics.count("failures")
-            log.warning("not all was saved at the end", exc_info=True)
+            log.warning("some slots were not saved at the end", exc_info=True)
 
     async def _last(self) -> None:
-        slots = self.server.slots.all
-        if any(slot.origin is not None for slot in slots) and await self.server.awake():
-            for slot in slots:
-                if self._worth(slot) and self.server.slots.take(slot):
+        slots = self.link.slots
+        if any(slot.origin is not None for slot in slots.all) and await self.link.awake():
+            for slot in slots.all:
+                if self._worth(slot) and slots.lease_now(slot):
                     try:
                         await self._save(slot)
                     except (KVStoreError, OSError):
@@ -135,57 +133,55 @@ class Saver:
 
     async def _save(self, slot: Slot) -> None:
         """Saves a slot, and starts the put."""
-        server = self.server
-        origin, n_prompt, store = slot.origin, slot.n_prompt, server.store
+        link, slots = self.link, self.link.slots
+        origin, n_prompt, store = slot.origin, slot.n_prompt, link.store
         if origin is None or store is None:
-            slot.origin = None
+            slots.save_declined(slot)
             return
         try:
-            vouched = await server.vouch(slot)
-            slot.origin = None
+            vouched = await link.vouch(slot)
+            slots.save_started(slot)
             if not vouched:
-                self._drop(slot, "somebody else used it")
+                self._drop(slot, "another client used it")
                 return
             started = time.perf_counter()
-            file = await save(server.upstream, server.files, slot.id, SAVE_SECONDS)
-            server.slots.rates.saved(file.tokens.shape[0], file.state.nbytes, time.perf_counter() - started)
-            unchanged = await server.vouch(slot)
+            file = await link.backend.save_slot(slot.id, SAVE_SECONDS)
+            slots.rates.saved(file.tokens.shape[0], file.state.nbytes, time.perf_counter() - started)
+            unchanged = await link.vouch(slot)
         except UpstreamError as error:
-            slot.forget()
+            slots.save_failed(slot)
             if error.status is None and not error.late:
-                server.suspect()
+                link.mark_unverified()
             raise
         except asyncio.CancelledError:
-            slot.origin, slot.n_prompt = origin, n_prompt  # nothing happened to the slot
+            slots.save_cancelled(slot, origin, n_prompt)
             raise
         if not unchanged:
-            self._drop(slot, "somebody else used it")
+            self._drop(slot, "another client used it")
             return
         if file.media:
             return
-        if file.tokens.shape[0] < server.settings.min_tokens:
-            slot.tokens, slot.n_total, slot.stored, slot.entry = file.tokens, file.tokens.shape[0], 0, None
+        if file.tokens.shape[0] < link.settings.min_tokens:
+            slots.saved(slot, file.tokens, putting=False)
             return
         if wrong := self._differs(slot, origin, n_prompt, file):
-            slot.forget()
-            server.slots.strangers = True
+            slots.lost_to_others(slot)
             self._drop(slot, wrong)
             return
-        if n_prompt and not server.tokenizer.learn(origin, file.tokens, n_prompt):
+        if n_prompt and not link.tokenizer.reconcile(origin, file.tokens, n_prompt):
             self.metrics.count("token_mismatches")
             level = logging.INFO if origin.spliced else logging.WARNING
             log.log(level, "the server's tokens of a prompt differ from those it gave before: %d tokens", n_prompt)
-        slot.tokens, slot.n_total, slot.stored = file.tokens, file.tokens.shape[0], file.tokens.shape[0]
-        slot.putting += 1
+        slots.saved(slot, file.tokens, putting=True)
         task = asyncio.create_task(self._put(store, origin, file, slot))
         self._puts.add(task)
         task.add_done_callback(self._puts.discard)
 
     def _differs(self, slot: Slot, origin: Prompt, n_prompt: int, file: slotfile.SlotFile) -> str | None:
-        """Why a slot file is not what the request left, as far as that is known; None where it is."""
+        """Why a slot file cannot be what the request left in the slot; None where it can be."""
         n = file.tokens.shape[0]
         if int(file.tokens.min()) < 0:
-            return "it holds what is not text"
+            return "it holds more than text"
         try:
             if not probe.is_plain(file.state, n):
                 return "its positions are not those of its tokens"
@@ -194,8 +190,9 @@ class Saver:
         if n_prompt and abs(n - slot.n_total) > 2:
             return f"it holds {n} tokens, the last request left {slot.n_total}"
         if origin.tokens is None:
-            return None if common(slot.tokens, file.tokens) >= min(slot.tokens.shape[0], n) else "its tokens are others"
-        # A text's tokens, as they were known before the request, may be others than the server's own.
+            known = min(slot.tokens.shape[0], n)
+            return None if common(slot.tokens, file.tokens) >= known else "its tokens are not those of the request"
+        # The tokens that we found for a text may differ from those that the server computed.
         exact = origin.text is None or not n_prompt
         if exact and common(origin.tokens, file.tokens) < min(origin.tokens.shape[0], n):
             return "its tokens are not those of the prompt"
@@ -205,14 +202,14 @@ class Saver:
         try:
             await self._put_file(store, origin, file, slot)
         finally:
-            slot.putting -= 1
+            self.link.slots.put_ended(slot)
 
     async def _put_file(self, store: Store, origin: Prompt, file: slotfile.SlotFile, slot: Slot) -> None:
-        server = self.server
+        link = self.link
         try:
-            n_system, user_start = await starts(server.tokenizer, server.upstream.ask, origin, file.tokens)
+            n_system, user_start = await starts(link.tokenizer, link.backend, origin, file.tokens)
         except (UpstreamError, KeyError, TypeError, ValueError, RecursionError) as error:
-            log.info("the system block of a prompt is not known: %s", error)
+            log.info("the system block of a prompt was not found: %s", error)
             n_system = user_start = 0
 
         def put() -> Entry:
@@ -222,24 +219,21 @@ class Saver:
             )
 
         try:
-            entry = await server.run_put(put)
+            entry = await link.run_put(put)
         except Exception:
             self.metrics.count("failures")
             log.warning("a state was not stored", exc_info=True)
             await self._put_failed(origin, file, slot)
             return
         self.metrics.count("saves")
-        if slot.tokens is file.tokens:
-            slot.entry = entry.id
+        link.slots.stored(slot, file.tokens, entry.id)
         log.debug("stored %s: %d tokens of slot %d", hex_id(entry.id), entry.n_tokens, slot.id)
 
     async def _put_failed(self, origin: Prompt, file: slotfile.SlotFile, slot: Slot) -> None:
-        """The slot is saved again after a while, if it still holds the same: most failures pass."""
-        if slot.tokens is file.tokens:
-            slot.stored, slot.entry = 0, None
+        """Saves the slot again after a while, if it still holds the same tokens: most failures are temporary."""
+        self.link.slots.put_failed(slot, file.tokens)
         origin.puts_failed += 1
         if not self._stopping and origin.puts_failed < MAX_PUTS:
             await asyncio.sleep(ASK_AGAIN_SECONDS)
-            if slot.tokens is file.tokens and slot.origin is None:
-                slot.origin = origin
+            if self.link.slots.save_again(slot, file.tokens, origin):
                 self.wake()

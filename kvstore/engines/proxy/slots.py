@@ -1,11 +1,13 @@
-"""What the proxy knows of the server's slots, what things cost, and which slot a request goes to."""
+"""The slots of a server: what each one holds, who uses it, and which slot a request gets.
+
+`SlotTable` is the only writer of slot state. Everything that happens is one of its events; readers use `Slot` as it is.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,60 +15,28 @@ from typing import Any
 import numpy as np
 
 from ...types import Entry, Match, Tokens
+from .backend import Identity, SlotReport, Timings
 from .prompt import Prompt, common
+from .rates import Rates
 from .upstream import UpstreamError
 
 NOTHING: Tokens = np.empty(0, np.int32)
-_TAINTS = (b'"lora"', b'"n_cache_reuse"')
-_SLOT_ACTION = re.compile(r"/slots/(\d+)")
-
-
-class Rates:
-    """What computing, restoring and saving cost, as measured here; a guess in favour of a restore until then."""
-
-    FIXED = 0.002  # seconds a restore or save takes whatever its size
-
-    def __init__(self) -> None:
-        self.prefill: float | None = None  # seconds a token
-        self.restore_byte = self.save_byte = 0.5e-9
-        self.token_bytes = 0.0
-
-    def computed(self, n: int, seconds: float) -> None:
-        if n >= 32 and seconds > 0:
-            self.prefill = seconds / n if self.prefill is None else 0.7 * self.prefill + 0.3 * seconds / n
-
-    def restored(self, n_bytes: int, seconds: float) -> None:
-        self.restore_byte = 0.7 * self.restore_byte + 0.3 * max(0.0, seconds - self.FIXED) / max(1, n_bytes)
-
-    def saved(self, n_tokens: int, n_bytes: int, seconds: float) -> None:
-        self.save_byte = 0.7 * self.save_byte + 0.3 * max(0.0, seconds - self.FIXED) / max(1, n_bytes)
-        self.token_bytes = n_bytes / max(1, n_tokens)
-
-    def skipped(self) -> None:
-        """A restore was found not to pay. One slow restore must not end all others: without new ones there is no new
-        measurement, so the estimate goes down again."""
-        self.restore_byte *= 0.9
-
-    def prefill_seconds(self, n: float) -> float:
-        return n * (1e-3 if self.prefill is None else self.prefill)
-
-    def restore_seconds(self, n_bytes: float) -> float:
-        return self.FIXED + n_bytes * self.restore_byte
-
-    def save_seconds(self, n_tokens: float) -> float:
-        return self.FIXED + n_tokens * self.token_bytes * self.save_byte
+# The number of tokens in a slot may differ by this from the count in an answer's timings.
+UNSURE_TOKENS = 2
 
 
 @dataclass(eq=False)
 class Slot:
-    """One slot of the server.
+    """One slot of the server. Only `SlotTable` assigns to its fields.
 
-    tokens: the leading tokens it is known to hold; n_total counts those that followed too. stored: how many of them the
-    store can give back. origin: the request whose answer is not in the store yet. chat: shape and messages of the last
-    chat. seen: what /slots said after the last request, None if that was not asked since. unfit: whether the slot may
-    hold anything but the plain computation of its tokens: such a slot is never saved. It is fit again once it is erased,
-    restored from the store, or has computed a prompt from its first token on. passes: how many requests had passed
-    through when the last one ended. meddled: requests of others for this very slot.
+    tokens: the leading tokens that the slot is known to hold; n_total also counts the tokens after them. stored: how many
+    of the tokens the store can give back. entry: the entry that has them. origin: the request whose answer is not in the
+    store yet; n_prompt: the number of its prompt tokens, 0 where it was cut off. chat: shape and messages of the last
+    chat. last_listing: task and number of tokens in the server's list of slots after the last request, None if there was
+    no list since. unfit: whether the slot may hold anything but the plain computation of its tokens; such a slot is never
+    saved. It is fit again once it is erased, restored from the store, or has computed a prompt from its first token on.
+    passes: `SlotTable.passes` when the last request in the slot ended. meddled: requests of others for this very slot.
+    uses: how often the slot was leased. putting: its saves on their way into the store.
     """
 
     id: int
@@ -77,7 +47,7 @@ class Slot:
     origin: Prompt | None = None
     n_prompt: int = 0
     chat: tuple[dict[str, Any], list[Any]] | None = None
-    seen: tuple[Any, Any] | None = None
+    last_listing: tuple[int | None, int | None] | None = None
     unfit: bool = True
     passes: int = 0
     meddled: int = 0
@@ -86,15 +56,9 @@ class Slot:
     putting: int = 0
     used: float = 0.0
 
-    def forget(self) -> None:
-        """What it holds is not known, or not to be kept."""
-        self.tokens, self.n_total, self.stored, self.entry = NOTHING, 0, 0, None
-        self.origin = self.chat = self.seen = None
-        self.unfit = True
-
     @property
     def needs_erase(self) -> bool:
-        """The server would go on from contents that nothing is known of."""
+        """The server would continue from contents that are unknown here."""
         return self.unfit and self.tokens.shape[0] == 0
 
     def holds(self, tokens: Tokens) -> int:
@@ -112,83 +76,212 @@ class Slot:
 
 @dataclass(frozen=True)
 class Choice:
-    """The slot for a request, how many of its tokens it holds, and the match to restore first, if one pays."""
+    """The slot for a request, how many of its tokens the slot holds, and the match to restore first, if one pays."""
 
     slot: Slot
     held: int
     restore: Match | None
-    displaced: int  # tokens of the slot that nobody else has, and that the request overwrites
-    skipped: bool = False  # a restore would have given more, and not have paid
+    displaced: int  # tokens that only this slot has, and that the request overwrites
+    skipped: bool = False  # a restore would have given more tokens, but not have paid
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The state of the table when a look at the server began: what the look shows is old for all that changed since."""
+
+    events: int
+    passes: tuple[int, int]
+    uses: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The server's list of slots, asked for in a generation of the table."""
+
+    reports: list[SlotReport]
+    generation: Generation
 
 
 def restore_bytes(entry: Entry, n: int) -> float:
     return entry.size * n / max(1, entry.n_tokens)
 
 
-class Slots:
-    """The slots, and who has them. Requests wait here where all are taken."""
+class SlotTable:
+    """The slots, their contents and their leases. Requests wait here while all slots are taken.
+
+    The use of a slot:
+
+        FREE --acquire, lease_now--> LEASED --released--> FREE
+
+    The contents of a slot. Only UNSAVED has an `origin`, and only EMPTY, UNSAVED and SETTLED are fit to be saved:
+
+        any      --linked, slept, meddled, restoring, save_failed, invalidated, lost_to_others--> UNKNOWN
+        any      --listed (another's task, an adapter of a request's own, other tokens)---------> UNKNOWN
+        UNKNOWN  --erased----------------------------------------> EMPTY
+        UNKNOWN  --restored (all tokens taken)-------------------> SETTLED
+        UNKNOWN  --restored (only some of them)------------------> UNFIT
+        any      --answered (computed from the first token on)---> UNSAVED
+        EMPTY, UNSAVED, SETTLED --answered-----------------------> UNSAVED
+        EMPTY, UNSAVED, SETTLED --answered (more reused than the slot held)--> UNFIT
+        UNFIT    --answered--------------------------------------> UNFIT
+        EMPTY, UNSAVED, SETTLED --aborted (the tokens become unknown, a save will tell them)--> UNSAVED
+        UNFIT, UNKNOWN          --aborted--> UNKNOWN
+        UNSAVED  --save_started, save_declined-------------------> SETTLED
+        SETTLED  --saved-----------------------------------------> SETTLED, its tokens stored
+        SETTLED  --save_cancelled, save_again (the put failed)---> UNSAVED
+
+    `passed` (a request that the server places itself has ended) marks every slot as doubtful: the next `listed` decides.
+    What was listed in a generation says nothing of a slot that was leased since, and nothing at all if a request passed
+    since.
+    """
 
     def __init__(self, rates: Rates, min_gain: int) -> None:
         self.rates = rates
         self.min_gain = min_gain
         self.all: list[Slot] = []
-        self.events = 0  # how often a slot was taken or given back: what was listed before is old then
-        self.foreign = 0  # requests under way that the server finds a slot for by itself
+        self.events = 0  # leases, releases and passing requests
+        self.unleased_requests = 0  # requests under way that the server finds a slot for by itself
         self.passes = 0  # how many of them have ended
-        self.tainting = self.tainted = 0  # of them, those with adapters or moved chunks: under way, and begun in all
-        # Whether the server's own cache of prompts may have states that no request of ours computed.
+        # Requests that want other numbers (adapters, moved chunks): under way, and begun in all.
+        self.tainting = self.tainted = 0
+        # Whether the server's own prompt cache may have states that no request of ours computed.
         self.strangers = True
         self.waiting = 0
         self.last_active = time.monotonic()
+        self._lists_tasks = False  # whether the server's list names the last task of a slot
         self._free = asyncio.Condition()
 
-    async def reset(self, n: int) -> None:
-        """New slots, all empty. Who holds an old one gives it back to nobody, who waits for one gets none."""
-        async with self._free:
-            self.all = [Slot(i) for i in range(n)]
-            self.events += 1
-            self._free.notify_all()
-
-    def lost(self) -> None:
-        """The server unloaded its model, and what the slots held."""
-        for slot in self.all:
-            if not slot.busy:
-                slot.forget()
+    # -- reading
 
     @property
     def quiet(self) -> bool:
         """Nothing of ours runs in the server."""
-        return not self.foreign and not self.waiting and not any(slot.busy for slot in self.all)
+        return not self.unleased_requests and not self.waiting and not any(slot.busy for slot in self.all)
+
+    def generation(self) -> Generation:
+        uses = {slot.id: slot.uses for slot in self.all}
+        return Generation(self.events, (self.unleased_requests, self.passes), uses)
+
+    def current(self, listing: Listing | None) -> list[tuple[Slot, SlotReport]] | None:
+        """The slots of a listing that no request of ours took since it was asked for. None where there is no listing, or
+        where a request passed since: then the listing says nothing."""
+        if listing is None or listing.generation.passes != (self.unleased_requests, self.passes):
+            return None
+        by_id = {report.id: report for report in listing.reports}
+        uses = listing.generation.uses
+        return [(s, by_id[s.id]) for s in self.all if s.id in by_id and uses.get(s.id) == s.uses]
+
+    def restarted(self, listing: Listing | None) -> bool:
+        """Whether a slot that had a task has none, or an older one: then the list is another process's."""
+        for slot, report in self.current(listing) or ():
+            known = None if slot.last_listing is None else slot.last_listing[0]
+            if known is not None and (report.task is None or report.task < known):
+                return True
+        return False
+
+    def working(self, listing: Listing | None) -> frozenset[int]:
+        """The slots in which the server works, though no request of ours has them."""
+        return frozenset(s.id for s, report in self.current(listing) or () if report.working and not s.busy)
+
+    def undisturbed(self, slot: Slot) -> bool:
+        """Whether no request has passed since the last request in the slot ended."""
+        return slot.passes == self.passes and not self.unleased_requests
+
+    # -- events of the server
+
+    async def linked(self, n: int, *, strangers: bool = True, rates: Rates | None = None) -> None:
+        """A new server process: n slots whose contents are unknown. Old leases are released without effect; requests that
+        wait for a slot fail. `rates` replaces the measurements where the model is another one."""
+        async with self._free:
+            self.all = [Slot(i) for i in range(n)]
+            self.strangers, self._lists_tasks = strangers, False
+            self.rates = self.rates if rates is None else rates
+            self.events += 1
+            self._free.notify_all()
+
+    async def unlinked(self) -> None:
+        """The server went away."""
+        await self.linked(0)
+
+    def slept(self, generation: Generation) -> None:
+        """A look in this generation found the server asleep: it unloaded its model, and what the slots held."""
+        if generation.events == self.events:
+            for slot in self.all:
+                if not slot.busy:
+                    self.invalidated(slot)
+
+    def listed(self, listing: Listing | None, identity: Identity | None, only: Slot | None = None) -> None:
+        """The server listed its slots: those that another client used are unknown now. `only` leaves the others alone."""
+        pairs = self.current(listing) or ()
+        self._lists_tasks |= any(report.task is not None for _, report in pairs)
+        for slot, report in pairs:
+            if report.working or only not in (None, slot):
+                continue
+            if self._lists_tasks and slot.n_total and report.task is None:
+                self.invalidated(slot)  # the server slept since
+            if slot.last_listing is None and self.unleased_requests:
+                continue  # the report may be of another client's request
+            if not self._is_ours(slot, report) or not _has_common_adapters(report, identity):
+                self.lost_to_others(slot)
+            slot.last_listing = (report.task, report.n_tokens)
+
+    def _is_ours(self, slot: Slot, report: SlotReport) -> bool:
+        """Whether the last request in a slot was ours. Of a request that was cut off, the report tells the number of
+        tokens."""
+        if slot.last_listing is not None:
+            return slot.last_listing == (report.task, report.n_tokens)
+        if slot.passes != self.passes and not slot.unfit:
+            return False
+        if slot.cut:
+            slot.n_total = report.n_tokens or slot.n_total
+            return True
+        return report.n_tokens is None or abs(report.n_tokens - slot.n_total) <= UNSURE_TOKENS
+
+    def invalidated(self, slot: Slot) -> None:
+        """The contents are unknown, or must not be kept."""
+        slot.tokens, slot.n_total, slot.stored, slot.entry = NOTHING, 0, 0, None
+        slot.origin = slot.chat = slot.last_listing = None
+        slot.unfit = True
+
+    def lost_to_others(self, slot: Slot) -> None:
+        """Another client used the slot; the server's own prompt cache may have its state as well."""
+        self.invalidated(slot)
+        self.strangers = True
+
+    # -- events of leases
 
     @contextmanager
-    def passing(self, path: str = "", body: bytes = b"") -> Iterator[None]:
-        """A request that the server finds a slot for: afterwards any slot may hold something else. `path` tells whether
-        it names a slot itself (save, restore, erase), `body` whether it wants other numbers than other requests get."""
-        taints = any(name in body for name in _TAINTS)
-        self.foreign += 1
+    def passing(self, *, taints: bool = False, slot_id: int | None = None) -> Iterator[None]:
+        """A request that the server finds a slot for: when it has `passed`, any slot may hold something else. `slot_id` is
+        the slot that it names itself, `taints` says whether it wants other numbers than other requests get."""
+        self.unleased_requests += 1
         self.events += 1
         self.strangers = True
         self.tainting += taints
         self.tainted += taints
-        self._meddle(path)
+        self.meddled(slot_id)
         try:
             yield
         finally:
-            self._meddle(path)
+            self.meddled(slot_id)
             self.tainting -= taints
-            self.foreign -= 1
-            self.events += 1
-            self.passes += 1
-            self.last_active = time.monotonic()
+            self.passed()
 
-    def _meddle(self, path: str) -> None:
-        if (found := _SLOT_ACTION.match(path)) and int(found[1]) < len(self.all):
-            slot = self.all[int(found[1])]
+    def passed(self) -> None:
+        self.unleased_requests -= 1
+        self.events += 1
+        self.passes += 1
+        self.last_active = time.monotonic()
+
+    def meddled(self, slot_id: int | None) -> None:
+        """A client saves, restores or erases a slot itself."""
+        if slot_id is not None and slot_id < len(self.all):
+            slot = self.all[slot_id]
             slot.meddled += 1
-            slot.forget()
+            self.invalidated(slot)
 
-    async def acquire(self, prompt: Prompt, match: Match | None, stuck: frozenset[int] = frozenset()) -> Choice:
-        """Waits for a slot. `stuck` are slots that the server says to be working for somebody else.
+    async def acquire(self, prompt: Prompt, match: Match | None, busy_elsewhere: frozenset[int] = frozenset()) -> Choice:
+        """Waits for a slot and leases it. `busy_elsewhere` are the slots in which the server works for another client.
 
         Raises UpstreamError where the server went away meanwhile.
         """
@@ -199,17 +292,17 @@ class Slots:
                 while self.all is now and now:
                     free = [s for s in self.all if not s.busy and (prompt.id_slot is None or s.id == prompt.id_slot)]
                     if free:
-                        free = [s for s in free if s.id not in stuck] or free
+                        free = [s for s in free if s.id not in busy_elsewhere] or free
                         choice = min((self._weigh(s, prompt, match) for s in free), key=lambda c: c[0])[1]
-                        self.take(choice.slot)
+                        self.lease_now(choice.slot)
                         return choice
                     await self._free.wait()
             raise UpstreamError("llama-server went away")
         finally:
             self.waiting -= 1
 
-    def take(self, slot: Slot) -> bool:
-        """Without waiting: only if it is free now."""
+    def lease_now(self, slot: Slot) -> bool:
+        """Leases the slot if it is free; whether it was."""
         if slot.busy:
             return False
         slot.busy = True
@@ -217,15 +310,139 @@ class Slots:
         slot.uses += 1
         return True
 
-    async def release(self, slot: Slot) -> None:
+    async def released(self, slot: Slot) -> None:
         async with self._free:
             slot.busy = False
             self.events += 1
             self._free.notify_all()
         self.last_active = time.monotonic()
 
+    def restoring(self, slot: Slot) -> None:
+        """A restore begins: until it is done, the contents are unknown."""
+        self.invalidated(slot)
+
+    def restored(self, slot: Slot, tokens: Tokens, n: int, entry: int) -> None:
+        """The server took n tokens of an entry."""
+        slot.tokens, slot.n_total, slot.stored, slot.entry = tokens[:n], n, n, entry
+        slot.unfit = n != tokens.shape[0]
+
+    def erased(self, slot: Slot) -> None:
+        slot.unfit = False
+
+    def answered(
+        self, slot: Slot, prompt: Prompt, timings: Timings, identity: Identity | None, *, in_store: int, overlapped: bool
+    ) -> None:
+        """The server answered a request in the slot. in_store: how many of the prompt's tokens the store has. overlapped:
+        whether a request that taints was under way at the same time."""
+        if not self._keeps(slot, prompt, timings, identity, overlapped):
+            return
+        n_prompt = timings.cached + timings.computed
+        known = slot.tokens[: min(slot.tokens.shape[0], timings.cached)]
+        if prompt.tokens is not None and prompt.tokens.shape[0] == n_prompt:
+            kept = common(slot.tokens, prompt.tokens)
+            slot.tokens = prompt.tokens
+        else:
+            kept = known.shape[0]
+            slot.tokens = known if prompt.tokens is None else NOTHING
+        if slot.stored > max(kept, timings.cached):
+            # The slot has diverged from the entry it was restored from or saved as.
+            slot.stored, slot.entry = min(slot.stored, kept), None
+        slot.stored = max(slot.stored, min(in_store, n_prompt))
+        slot.n_total = n_prompt + max(0, timings.generated - 1)
+        slot.n_prompt = n_prompt
+        slot.origin = None if slot.unfit else prompt
+        slot.chat = (prompt.shape(), prompt.messages) if prompt.kind == "chat" else None
+        slot.used = time.monotonic()
+        slot.last_listing = None
+
+    def _keeps(
+        self, slot: Slot, prompt: Prompt, timings: Timings, identity: Identity | None, overlapped: bool
+    ) -> bool:
+        """Whether the contents are known after an answer; decides also whether the slot is fit to be saved."""
+        n_total = timings.cached + timings.computed + timings.generated
+        if identity is None or 0 < identity.n_ctx <= n_total:
+            self.lost_to_others(slot)  # the context was full: the server may have shifted it
+            return False
+        if timings.cached == 0:
+            slot.unfit = False
+        elif slot.needs_erase or overlapped:
+            self.invalidated(slot)
+            return False
+        elif prompt.tokens is not None:
+            held, n_prompt = slot.holds(prompt.tokens), timings.cached + timings.computed
+            least = min(held, n_prompt - 1) - 1 if identity.crops and prompt.tokens.shape[0] == n_prompt else 0
+            if timings.cached < least:
+                # Another client used the slot meanwhile: the server reused that client's tokens.
+                self.lost_to_others(slot)
+                return False
+            # The known tokens are followed by those of the answer, whose number is known only nearly.
+            most = max(held, slot.n_total + UNSURE_TOKENS) if held == slot.tokens.shape[0] else held
+            if timings.cached > most and (self.strangers or identity.adapters):
+                # From the server's own prompt cache, or moved chunks: nobody knows what computed them.
+                slot.unfit = True
+        return True
+
+    def aborted(self, slot: Slot, prompt: Prompt, *, keeps: bool) -> None:
+        """The request was cut off: the slot holds a part of it, and a save will tell how much. `keeps` says whether that
+        part can be the plain computation of the prompt."""
+        keeps = keeps and not slot.unfit
+        self.invalidated(slot)
+        if keeps:
+            slot.unfit = False
+            slot.origin, slot.n_prompt = prompt, 0
+            slot.n_total = 0 if prompt.tokens is None else prompt.tokens.shape[0]
+
+    def ended(self, slot: Slot) -> None:
+        """A request in the slot ended; the lease has not."""
+        slot.passes = self.passes
+
+    # -- events of saves
+
+    def save_declined(self, slot: Slot) -> None:
+        """What the slot holds is not to be saved."""
+        slot.origin = None
+
+    def save_started(self, slot: Slot) -> None:
+        slot.origin = None
+
+    def save_cancelled(self, slot: Slot, origin: Prompt, n_prompt: int) -> None:
+        """Nothing happened to the slot."""
+        slot.origin, slot.n_prompt = origin, n_prompt
+
+    def save_failed(self, slot: Slot) -> None:
+        self.invalidated(slot)
+
+    def saved(self, slot: Slot, tokens: Tokens, *, putting: bool) -> None:
+        """The server wrote the slot's tokens and state. With `putting` they are on their way into the store."""
+        slot.tokens, slot.n_total, slot.stored = tokens, tokens.shape[0], tokens.shape[0] if putting else 0
+        if putting:
+            slot.putting += 1
+        else:
+            slot.entry = None
+
+    def put_ended(self, slot: Slot) -> None:
+        slot.putting -= 1
+
+    def stored(self, slot: Slot, tokens: Tokens, entry: int) -> None:
+        """The store has the saved tokens; the slot may have gone on since."""
+        if slot.tokens is tokens:
+            slot.entry = entry
+
+    def put_failed(self, slot: Slot, tokens: Tokens) -> None:
+        if slot.tokens is tokens:
+            slot.stored, slot.entry = 0, None
+
+    def save_again(self, slot: Slot, tokens: Tokens, origin: Prompt) -> bool:
+        """The slot is to be saved again, if it still holds the tokens whose put failed; whether it does."""
+        if slot.tokens is not tokens or slot.origin is not None:
+            return False
+        slot.origin = origin
+        return True
+
+    # -- the choice of a slot
+
     def _weigh(self, slot: Slot, prompt: Prompt, match: Match | None) -> tuple[tuple[float, float], Choice]:
-        """Seconds that the request would cost in this slot, with what it would take from the slot's present owner."""
+        """The seconds that the request would cost in this slot, with what it would take from the slot's present owner."""
         rates = self.rates
         n = 0 if prompt.tokens is None else prompt.tokens.shape[0]
         held = 0 if prompt.tokens is None else slot.holds(prompt.tokens)
@@ -240,7 +457,7 @@ class Slots:
                 restore, cost = match, other
             else:
                 skipped = True
-        # What goes on from most of a slot is taken for the same conversation.
+        # A request that continues most of a slot is taken for the same conversation.
         lost = slot.n_total - held if slot.n_total - held > max(self.min_gain, 0.25 * held) + rest else 0
         displaced = lost if slot.unsaved >= self.min_gain and lost else 0
         if lost:
@@ -248,3 +465,11 @@ class Slots:
             age = time.monotonic() - slot.used
             cost += (back + (rates.prefill_seconds(slot.unsaved) if displaced else 0)) / (1 + age / 60)
         return (cost, slot.used), Choice(slot, held, restore, displaced, skipped)
+
+
+def _has_common_adapters(report: SlotReport, identity: Identity | None) -> bool:
+    """Whether the last request in a slot had the server's adapters, and none of its own."""
+    own = report.adapters
+    shared = None if identity is None else identity.adapters
+    scales = {a.get("id"): a.get("scale") for a in shared or () if isinstance(a, dict)}
+    return not own or {a.get("id"): a.get("scale") for a in own} == scales

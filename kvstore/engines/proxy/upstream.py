@@ -1,4 +1,4 @@
-"""The proxy's client of llama-server: its own small requests, and the forwarding of a client's."""
+"""The connection to the server: the proxy's own small requests, and the forwarding of clients' requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import KVStoreError
 from .http_client import Answer, HttpClient, HttpError, RawHeaders
 
-# RFC 9110, 7.6.1: these are between two neighbours and are not passed on.
+# RFC 9110, 7.6.1: these concern one connection and are not forwarded.
 HOP_BY_HOP = frozenset(
     {
         "connection",
@@ -27,9 +27,9 @@ HOP_BY_HOP = frozenset(
 
 
 class UpstreamError(KVStoreError):
-    """llama-server cannot be reached, or refused a request of the proxy's own.
+    """llama-server cannot be reached, or it refused a request of the proxy's own.
 
-    Facts: status, None if unreachable; late, whether it is there and did not answer in time.
+    Facts: status, None if the server cannot be reached; late, whether it runs and did not answer in time.
     """
 
     code, exit_code, retry = "upstream", 31, True
@@ -38,7 +38,7 @@ class UpstreamError(KVStoreError):
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], without: Iterable[bytes] = ()) -> RawHeaders:
-    """The headers that a proxy passes on: not hop by hop, not named by Connection, not those in `without`."""
+    """The headers that a proxy forwards: not hop-by-hop, not named by Connection, not in `without`."""
     headers = [(name.lower(), value) for name, value in headers]
     drop = {name.encode() for name in HOP_BY_HOP} | set(without)
     for name, value in headers:
@@ -48,7 +48,7 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]], without: Iterable[bytes] 
 
 
 class Upstream:
-    """One llama-server. `api_key` goes with every request, in place of what a client sent."""
+    """One llama-server. `api_key` goes with every request, in place of the client's own key."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
@@ -94,7 +94,7 @@ class Upstream:
             raise UpstreamError(f"{method} {path}: {error}", late=error.late) from error
 
     async def text(self, path: str, headers: Mapping[str, str]) -> str:
-        """A page of the server's, as it is. Raises UpstreamError."""
+        """A text of the server, unchanged. Raises UpstreamError."""
         status, data = await self._send("GET", path, b"", headers, 5.0)
         if status != 200:
             raise UpstreamError(f"GET {path}: {status}", status=status)
@@ -110,12 +110,12 @@ class Upstream:
         keep_authorization: bool,
         with_key: bool = True,
     ) -> AbstractAsyncContextManager[Answer]:
-        """A client's request, sent as it came; the answer's body is not read yet. Raises HttpError.
+        """Forwards a client's request unchanged; the answer's body is not read yet. Raises HttpError.
 
         `target` is path and query as the client wrote them. `headers` have no length where `content` is bytes.
-        Without `with_key` the server is asked as by somebody who has no key.
+        Without `with_key`, the server's key is not sent.
         """
-        without = [b"host", b"expect"]  # the body is here already
+        without = [b"host", b"expect"]  # the body has already arrived
         if self.api_key or not keep_authorization:
             without += [b"authorization", b"x-api-key"]
         sent = end_to_end(headers, without)

@@ -1,6 +1,6 @@
 """The demo: a real llama-server, a system prompt that many chats share, a crash, and a restart.
 
-    python -m kvstore.engines.demo [--tokens 1000] [--conversations 5] [--keep DIR]
+    python tools/demo.py [--tokens 1000] [--conversations 5] [--keep DIR]
 
 It ends with exit status 1 if a byte that comes back differs, if the server reuses too little of a restored state, or if
 it goes on with another text than a server that never stopped.
@@ -24,13 +24,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .. import slotfile
-from ..errors import KVStoreError
-from ..store import Store
-from ..types import Entry, EntryClass
-from ..util.hashing import digest
-from ..util.printable import printable
-from .llama_server.process import LlamaServer, Message
+from kvstore import Entry, KVStoreError, Store, slotfile
+from kvstore.engines.llama_server.process import LlamaServer, Message
+from kvstore.types import EntryClass
+from kvstore.util.hashing import digest
+from kvstore.util.printable import printable
 
 SLOT = 0
 ANSWER_TOKENS = 32
@@ -324,7 +322,7 @@ def run(screen: Screen, folder: Path, n_tokens: int, n_conversations: int) -> No
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvstore.engines.demo", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python tools/demo.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1000, help="of the system prompt, about (default: 1000)")
     parser.add_argument("--conversations", type=int, default=5, help="that continue it (default: 5)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work in DIR and leave the files there")

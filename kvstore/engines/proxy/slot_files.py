@@ -1,4 +1,4 @@
-"""The slot files that the proxy and llama-server hand to each other: complete, for their owner alone, and never left."""
+"""The slot files that pass between the proxy and llama-server: complete, readable by their owner alone, always removed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ... import slotfile
 from ...errors import SlotFileError
 from ...util import fsutil
 
-# Process id, which use of it, and at random.
+# Process id, number of this `SlotFiles`, random digits.
 _NAME = re.compile(r"\.?kvstore-(\d+)-([0-9a-f]{8})[0-9a-f]{8}\.(?:bin|tmp)")
-_LIVE: set[str] = set()  # those of this process; in a container a killed proxy had the same process id
-# A process id is used again one day; no file is in use for so long.
+_LIVE: set[str] = set()  # those of this process; in a container, a killed proxy had the same process id
+# Process ids are reused; no file is in use for this long.
 OLD_SECONDS = 3600.0
 CLOSE_SECONDS = 10.0
 T = TypeVar("T")
 
 
 def _alive(pid: int) -> bool:
-    if os.name == "nt":  # os.kill would end it there
+    if os.name == "nt":  # there os.kill would end the process
         return True
     try:
         os.kill(pid, 0)
@@ -47,7 +47,7 @@ class SlotFiles:
         _LIVE.add(self._use)
 
     def task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A use of files that goes on if nobody waits for it any more; `close` waits."""
+        """A use of files that goes on if its caller is cancelled; `close` waits for it."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -56,7 +56,7 @@ class SlotFiles:
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # seen, also where nobody waits
+            task.exception()  # retrieved, so that asyncio does not report it where nobody waits
 
     async def close(self) -> None:
         """Waits for the uses under way, and leaves no file behind."""
@@ -66,7 +66,7 @@ class SlotFiles:
         self.remove_stale()
 
     def remove_stale(self) -> list[str]:
-        """Removes the files of proxies that were killed; their names."""
+        """Removes the files of proxies that were killed; the names of the files."""
         gone = []
         for path in self.folder.iterdir():
             found = _NAME.fullmatch(path.name)
@@ -84,20 +84,20 @@ class SlotFiles:
         return f"kvstore-{os.getpid()}-{self._use}{secrets.token_hex(4)}"
 
     def for_save(self) -> Path:
-        """An empty file that the server may write into: so it gets our mode, not what the server's umask gives."""
+        """An empty file for the server to write into: this way it has our mode, not the one of the server's umask."""
         path = self.folder / f"{self._new_name()}.bin"
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         return path
 
     def read(self, path: Path, n_written: int) -> slotfile.SlotFile:
-        """A file that the server says to have written with so many bytes. Raises SlotFileError."""
+        """A file into which the server says it wrote n_written bytes. Raises SlotFileError."""
         size = path.stat().st_size
         if size != n_written:
             raise SlotFileError(f"{path} has {size} bytes, the server wrote {n_written}")
         return slotfile.read(path)
 
     def write(self, file: slotfile.SlotFile) -> Path:
-        """The file for a restore. Unlike slotfile.write it is not synced: it does not outlive a power cut, nor need to."""
+        """The file for a restore. Unlike slotfile.write, this does not sync: the file need not survive a power cut."""
         name = self._new_name()
         temporary, path = self.folder / f".{name}.tmp", self.folder / f"{name}.bin"
         head = slotfile.head_bytes(file.kind, file.version, file.tokens, file.packed, file.media, file.padding)

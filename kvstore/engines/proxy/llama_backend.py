@@ -1,0 +1,178 @@
+"""llama-server as a `Backend`: its paths, its answers, and the slot files that pass between it and the proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from ... import slotfile
+from ...types import Tokens
+from . import fingerprint
+from .backend import REQUEST_SECONDS, Identity, SlotReport, Status, Timings
+from .slot_files import SlotFiles
+from .upstream import UpstreamError
+
+PROBE_SECONDS = 30.0
+_TIMINGS = re.compile(rb'"timings":(\{[^{}]*\})')
+_TAINTS = (b'"lora"', b'"n_cache_reuse"')
+_SLOT_ACTION = re.compile(r"/slots/(\d+)")
+_READS_ONLY = ("/tokenize", "/detokenize", "/apply-template")
+# llama-server answers these without a key: its health, and the files of its page.
+_OPEN = re.compile(
+    rb"/(?:(?:v1/)?health|index\.html|build\.json|sw\.js|manifest\.webmanifest|[\w-]+\.(?:ico|svg|png)"
+    rb"|(?:_app|recommended-mcp)/(?:[\w-]+[./])*[\w-]+)?"
+)
+
+
+class Client(Protocol):
+    """The part of `Upstream` that a backend needs."""
+
+    @property
+    def url(self) -> str: ...
+
+    async def ask(
+        self, method: str, path: str, body: Mapping[str, Any] | bytes | None = None, *, timeout: float = REQUEST_SECONDS
+    ) -> Any: ...
+
+    async def text(self, path: str, headers: Mapping[str, str]) -> str: ...
+
+
+class LlamaServerBackend:
+    """One llama-server. `slot_dir` is the directory of its --slot-save-path."""
+
+    def __init__(self, client: Client, slot_dir: str | os.PathLike[str]) -> None:
+        self.client = client
+        self.files = SlotFiles(slot_dir)
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    async def ask(
+        self, method: str, path: str, body: Mapping[str, Any] | bytes | None = None, *, timeout: float = REQUEST_SECONDS
+    ) -> Any:
+        """One request of the proxy's own; the JSON of the answer. Raises UpstreamError."""
+        return await self.client.ask(method, path, body, timeout=timeout)
+
+    # -- the process
+
+    async def status(self, timeout: float) -> Status:
+        props = await self.ask("GET", "/props", timeout=timeout)
+        if not isinstance(props, dict):
+            raise UpstreamError("GET /props: not an object")
+        unique, sleeping = bool(props.get("media_marker")), bool(props.get("is_sleeping"))
+        return Status(fingerprint.marker_of(props), unique, sleeping)
+
+    async def probe(self) -> Identity:
+        return await fingerprint.identify(self)
+
+    async def list_adapters(self, timeout: float = REQUEST_SECONDS) -> Any:
+        try:
+            return (await self.ask("GET", "/lora-adapters", timeout=timeout)) or None
+        except UpstreamError as error:
+            if error.status is None:
+                raise
+            return None
+
+    async def metrics(self, headers: Mapping[str, str]) -> str:
+        return await self.client.text("/metrics", headers)
+
+    # -- prompts
+
+    async def apply_template(self, body: Mapping[str, Any] | bytes) -> str:
+        answer = await self.ask("POST", "/apply-template", body)
+        return str(answer["prompt"])
+
+    async def tokenize(self, text: str, *, add_special: bool) -> Tokens:
+        body = {"content": text, "add_special": add_special, "parse_special": True}
+        answer = await self.ask("POST", "/tokenize", body)
+        return np.asarray(answer["tokens"], np.int32)
+
+    # -- slots
+
+    async def list_slots(self, timeout: float = REQUEST_SECONDS) -> list[SlotReport]:
+        return [_report(each) for each in await self.ask("GET", "/slots", timeout=timeout)]
+
+    async def save_slot(self, slot: int, timeout: float = PROBE_SECONDS) -> slotfile.SlotFile:
+        async def through_file() -> slotfile.SlotFile:
+            path = self.files.for_save()
+            try:
+                body = {"filename": path.name}
+                answer = await self.ask("POST", f"/slots/{slot}?action=save", body, timeout=timeout)
+                n_written = int(answer["n_written"])
+                return await asyncio.get_running_loop().run_in_executor(None, self.files.read, path, n_written)
+            finally:
+                path.unlink(missing_ok=True)
+
+        # If the caller is cancelled, the server still writes the file: the removal must wait for that.
+        return await asyncio.shield(self.files.task(through_file()))
+
+    async def restore_slot(self, slot: int, file: slotfile.SlotFile, timeout: float) -> int:
+        loop = asyncio.get_running_loop()
+
+        async def through_file() -> int:
+            path = await loop.run_in_executor(None, self.files.write, file)
+            try:
+                body = {"filename": path.name}
+                answer = await self.ask("POST", f"/slots/{slot}?action=restore", body, timeout=timeout)
+                return int(answer["n_restored"])
+            finally:
+                # The removal is not awaited: the system takes a while to free a large file.
+                loop.run_in_executor(None, lambda: path.unlink(missing_ok=True))
+
+        return await asyncio.shield(self.files.task(through_file()))
+
+    async def erase_slot(self, slot: int) -> None:
+        await self.ask("POST", f"/slots/{slot}?action=erase", {}, timeout=PROBE_SECONDS)
+
+    def remove_stale(self) -> list[str]:
+        return self.files.remove_stale()
+
+    async def close(self) -> None:
+        await self.files.close()
+
+    # -- requests of clients
+
+    def parse_timings(self, tail: bytes) -> Timings | None:
+        # The model's own text has its quotes escaped, so it does not match.
+        found = _TIMINGS.findall(tail)
+        if not found:
+            return None
+        try:
+            t = json.loads(found[-1])
+            return Timings(int(t["cache_n"]), int(t["prompt_n"]), float(t["prompt_ms"]), int(t["predicted_n"]))
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def is_open(self, target: bytes) -> bool:
+        return _OPEN.fullmatch(target) is not None
+
+    def only_reads(self, path: str) -> bool:
+        return path in _READS_ONLY
+
+    def changes_adapters(self, path: str) -> bool:
+        return path.startswith("/lora-adapters")
+
+    def slot_of(self, path: str) -> int | None:
+        found = _SLOT_ACTION.match(path)
+        return None if found is None else int(found[1])
+
+    def taints(self, body: bytes) -> bool:
+        return any(name in body for name in _TAINTS)
+
+
+def _report(listed: Mapping[str, Any]) -> SlotReport:
+    n_tokens = listed.get("n_prompt_tokens")
+    return SlotReport(
+        id=int(listed["id"]),
+        task=listed.get("id_task"),
+        n_tokens=None if n_tokens is None else int(n_tokens),
+        working=bool(listed.get("is_processing")),
+        adapters=(listed.get("params") or {}).get("lora"),
+    )

@@ -1,0 +1,111 @@
+"""What the proxy shows of itself: the page for a person, its figures as JSON, and Prometheus text."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from importlib import resources
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+
+from ... import operate
+from ...meta import clean_excerpt
+from ...store import Store
+from ...types import Entry, Stats
+from ...util.printable import printable
+from .backend_link import BackendLink
+from .metrics import Metrics
+from .upstream import UpstreamError
+
+PAGE = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+SHOWN = 2000
+# A page of another origin must not read these pages through a name that resolves to this host.
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def tree(entries: Iterable[Entry], *, private: bool) -> list[dict[str, Any]]:
+    """Entries below the prefix that they are stored against, largest family first; excerpts only if `private`."""
+    nodes: dict[int, dict[str, Any]] = {}
+    parents: dict[int, int | None] = {}
+    for entry in entries:
+        node = entry.as_dict()
+        node["excerpt"] = printable(clean_excerpt(entry.excerpt)) if private else None
+        nodes[entry.id] = {**node, "children": []}
+        parents[entry.id] = entry.parent
+        if len(nodes) >= SHOWN:
+            break
+    roots: list[dict[str, Any]] = []
+    for id, node in nodes.items():
+        parent = parents[id]
+        (roots if parent is None or parent not in nodes else nodes[parent]["children"]).append(node)
+    for node in nodes.values():
+        node["children"].sort(key=lambda n: n["last_used"], reverse=True)
+    roots.sort(key=lambda n: (-len(n["children"]), n["family"], -n["last_used"]))
+    return roots
+
+
+class Pages:
+    """The handlers of the proxy's own paths."""
+
+    def __init__(self, link: BackendLink, metrics: Metrics, *, private: bool) -> None:
+        self.link = link
+        self.metrics = metrics
+        self.private = private
+
+    async def page(self, request: Request) -> Response:
+        return HTMLResponse(PAGE, headers=_HEADERS)
+
+    async def _stats(self) -> tuple[Stats | None, list[dict[str, Any]]]:
+        store = self.link.store
+        if store is None:
+            return None, []
+
+        def read(store: Store) -> tuple[Stats, list[dict[str, Any]]]:
+            return store.stats(), tree(operate.listing(store, order="used", limit=SHOWN), private=self.private)
+
+        return await self.link.run(read, store)
+
+    async def stats(self, request: Request) -> Response:
+        self.link.look_again()
+        store, prefixes = await self._stats()
+        identity = self.link.identity
+        rates = self.link.slots.rates
+        body = {
+            "upstream": self.link.backend.url,
+            "caching": not self.link.off,
+            "private": self.private,
+            "off": self.link.off or None,
+            "model": None if identity is None else identity.model,
+            "fingerprint": None if identity is None else identity.fingerprint,
+            "probed": None if identity is None else identity.probed,
+            **self.metrics.as_dict(private=self.private),
+            "slots": [
+                {"id": s.id, "busy": s.busy, "tokens": s.n_total, "stored_tokens": s.stored, "saving": s.putting > 0}
+                for s in self.link.slots.all
+            ],
+            "rates": {
+                "prefill_tokens_per_second": None if rates.prefill is None else round(1 / rates.prefill, 1),
+                "restore_bytes_per_second": round(1 / max(rates.restore_byte, 1e-12)),
+                "save_bytes_per_second": round(1 / max(rates.save_byte, 1e-12)),
+            },
+            "store": None if store is None else store.as_dict(),
+            "prefixes": prefixes,
+        }
+        return JSONResponse(body, headers=_HEADERS)
+
+    async def metrics_text(self, request: Request) -> Response:
+        """The proxy's metrics, followed by the server's own where it has them."""
+        store = self.link.store
+        text = self.metrics.prometheus(None if store is None else await self.link.run(store.stats))
+        with contextlib.suppress(UpstreamError):
+            own = {} if self.private else {n: v for n, v in request.headers.items() if n == "authorization"}
+            text += await self.link.backend.metrics(own)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4", headers=_HEADERS)
