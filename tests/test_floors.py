@@ -162,3 +162,7 @@ def test_every_floor_names_modules_that_exist() -> None:
 def test_nothing_is_imported_by_star_and_nothing_pickles() -> None:
     for name in MODULES:
         assert not any(full.endswith(".*") or full in ("pickle", "marshal", "shelve") for full in imports(name)), name
+
+
+def test_click_reads_every_command_line() -> None:
+    assert [name for name in MODULES if {"argparse", "optparse", "getopt"} & imports(name)] == []

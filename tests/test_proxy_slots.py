@@ -6,6 +6,7 @@ import ast
 import asyncio
 import json
 import random
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,15 @@ def test_only_the_table_assigns_fields_of_a_slot() -> None:
                                   "for s.uses in z: pass", "setattr(s, n, 1)"])  # fmt: skip
 def test_an_assignment_elsewhere_is_found(line: str) -> None:
     assert writes(ast.parse(f"class Cache:\n def f(self):\n  {line}")) != []
+
+
+def test_only_the_backend_names_paths_of_llama_server() -> None:
+    paths = re.compile(r"/(?:props|slots|tokenize|detokenize|apply-template|lora-adapters|v1/models|health)\b")
+    for path in sorted(Path(proxy.__file__).parent.glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        named = {text for text in found if paths.match(text)}
+        assert not named or path.name in ("llama_backend.py", "fingerprint.py"), (path.name, named)
 
 
 # -- the table beside a server that anybody may use
