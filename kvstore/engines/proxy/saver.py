@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import dataclass
 
 from ... import slotfile
 from ...errors import KVStoreError, LayoutError
@@ -27,6 +28,14 @@ MAX_WAITING = 3
 MAX_PUTS = 3  # of one state, where the store fails
 
 
+@dataclass(frozen=True, eq=False)
+class Unwritten:
+    """A state whose put is under way."""
+
+    store: Store
+    file: slotfile.SlotFile
+
+
 class Saver:
     """llama-server saves a slot in its one loop, so every save stops all its answers for as long as it takes: they are
     left for a moment when none is under way, `idle_seconds` after the last.
@@ -41,6 +50,8 @@ class Saver:
         self._wake = asyncio.Event()
         self._stopping = False
         self._puts: set[asyncio.Task[None]] = set()
+        self.unwritten: list[Unwritten] = []
+        self.n_saved = 0
 
     def wake(self) -> None:
         self._wake.set()
@@ -177,6 +188,8 @@ class Saver:
             log.log(level, "the server's tokens of a prompt differ from those it gave before: %d tokens", n_prompt)
         slot.tokens, slot.n_total, slot.stored = file.tokens, file.tokens.shape[0], file.tokens.shape[0]
         slot.putting += 1
+        self.unwritten.append(Unwritten(store, file))
+        self.n_saved += 1
         task = asyncio.create_task(self._put(store, origin, file, slot))
         self._puts.add(task)
         task.add_done_callback(self._puts.discard)
@@ -205,6 +218,7 @@ class Saver:
         try:
             await self._put_file(store, origin, file, slot)
         finally:
+            self.unwritten = [each for each in self.unwritten if each.file is not file]
             slot.putting -= 1
 
     async def _put_file(self, store: Store, origin: Prompt, file: slotfile.SlotFile, slot: Slot) -> None:

@@ -224,6 +224,10 @@ class Slots:
             self._free.notify_all()
         self.last_active = time.monotonic()
 
+    def choose(self, slot: Slot, prompt: Prompt, match: Match | None) -> Choice:
+        """What to do with a slot that the request has already."""
+        return self._weigh(slot, prompt, match)[1]
+
     def _weigh(self, slot: Slot, prompt: Prompt, match: Match | None) -> tuple[tuple[float, float], Choice]:
         """Seconds that the request would cost in this slot, with what it would take from the slot's present owner."""
         rates = self.rates
