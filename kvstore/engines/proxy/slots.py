@@ -21,6 +21,27 @@ _TAINTS = (b'"lora"', b'"n_cache_reuse"')
 _SLOT_ACTION = re.compile(r"/slots/(\d+)")
 
 
+class _Speed:
+    """Seconds a byte, of measurements of which the latest count most. Small transfers say little of it, since a busy
+    machine delays them by more than they take: the guess that is there at first has the weight of 64 MiB."""
+
+    GUESS, WEIGHT = 0.5e-9, 64 << 20
+
+    def __init__(self) -> None:
+        self._bytes = self._seconds = 0.0
+
+    def measured(self, n_bytes: int, seconds: float) -> None:
+        self._bytes = 0.7 * self._bytes + n_bytes
+        self._seconds = 0.7 * self._seconds + max(0.0, seconds)
+
+    def faster(self) -> None:
+        self._seconds *= 0.9
+
+    @property
+    def byte(self) -> float:
+        return (self.GUESS * self.WEIGHT + self._seconds) / (self.WEIGHT + self._bytes)
+
+
 class Rates:
     """What computing, restoring and saving cost, as measured here; a guess in favour of a restore until then."""
 
@@ -28,24 +49,32 @@ class Rates:
 
     def __init__(self) -> None:
         self.prefill: float | None = None  # seconds a token
-        self.restore_byte = self.save_byte = 0.5e-9
+        self._restores, self._saves = _Speed(), _Speed()
         self.token_bytes = 0.0
+
+    @property
+    def restore_byte(self) -> float:
+        return self._restores.byte
+
+    @property
+    def save_byte(self) -> float:
+        return self._saves.byte
 
     def computed(self, n: int, seconds: float) -> None:
         if n >= 32 and seconds > 0:
             self.prefill = seconds / n if self.prefill is None else 0.7 * self.prefill + 0.3 * seconds / n
 
     def restored(self, n_bytes: int, seconds: float) -> None:
-        self.restore_byte = 0.7 * self.restore_byte + 0.3 * max(0.0, seconds - self.FIXED) / max(1, n_bytes)
+        self._restores.measured(n_bytes, seconds - self.FIXED)
 
     def saved(self, n_tokens: int, n_bytes: int, seconds: float) -> None:
-        self.save_byte = 0.7 * self.save_byte + 0.3 * max(0.0, seconds - self.FIXED) / max(1, n_bytes)
+        self._saves.measured(n_bytes, seconds - self.FIXED)
         self.token_bytes = n_bytes / max(1, n_tokens)
 
     def skipped(self) -> None:
         """A restore was found not to pay. One slow restore must not end all others: without new ones there is no new
         measurement, so the estimate goes down again."""
-        self.restore_byte *= 0.9
+        self._restores.faster()
 
     def prefill_seconds(self, n: float) -> float:
         return n * (1e-3 if self.prefill is None else self.prefill)
