@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import re
+import reprlib
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
 from ..errors import InvalidInputError
-from ..types import Bytes, Tokens
+from ..types import Bytes, Entry, Tokens
+from . import units
+
+MAX_INT64 = (1 << 63) - 1
+MAX_SECONDS = 1 << 40
 
 
 def as_tokens(tokens: Any) -> Tokens:
     """Token ids as a new int32 array of shape (n,). Raises InvalidInputError."""
     hint = "give a non-empty flat sequence of token ids"
+    wanted = "tokens must be integers, shape (n,)"
+    if isinstance(tokens, str | bytes | bytearray):
+        raise InvalidInputError(f"{wanted}; got {type(tokens).__name__}", hint="are tokens and state swapped?")
     try:
         array = np.asarray(tokens)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidInputError(f"tokens are no integers: {error}", hint=hint) from None
+    except (ValueError, TypeError, OverflowError):
+        raise InvalidInputError(f"{wanted}; got a {type(tokens).__name__} of other values", hint=hint) from None
+    if array.ndim == 0:
+        raise InvalidInputError(f"{wanted}; got {type(tokens).__name__}", hint=hint)
     if array.ndim != 1 or array.size == 0:
-        raise InvalidInputError(f"tokens have the shape {array.shape}", hint=hint)
+        raise InvalidInputError(f"{wanted}; got the shape {array.shape}", hint=hint)
     if array.dtype.kind not in "iu":
-        raise InvalidInputError(f"tokens are {array.dtype}, not int32", hint=hint)
+        raise InvalidInputError(f"{wanted}; got {array.dtype}", hint=hint)
     if array.dtype != np.int32:
         low, high = int(array.min()), int(array.max())
         if low < -(1 << 31) or high >= 1 << 31:
@@ -35,17 +47,49 @@ def choice(value: str, allowed: tuple[str, ...], what: str) -> str:
     return value
 
 
-def whole(value: Any, what: str, low: int, high: int = (1 << 63) - 1) -> int:
-    """`value` as an int, if it is a whole number in the range."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
-        raise InvalidInputError(f"{what} is {value!r}", hint=f"give a whole number from {low}")
+def whole(value: Any, what: str, low: int, high: int = MAX_INT64, *, why: str = "") -> int:
+    """`value` as an int, if it is a whole number in the range. `why` says where the upper bound comes from."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise InvalidInputError(f"{what} must be an integer, not {value!r}", hint=f"give a whole number {_range(low, high)}")
+    if not low <= value <= high:
+        raise InvalidInputError(f"{what} must be {_range(low, high)}{why and ', ' + why}", hint=f"it was {value}")
+    return int(value)
+
+
+def _range(low: int, high: int) -> str:
+    return f"of at least {low}" if high == MAX_INT64 else f"in [{low}, {high}]"
+
+
+def lifetime(value: Any, what: str = "ttl", low: int = 1) -> int:
+    """Whole seconds of a number, a timedelta, or a duration as people write it ("7d"), from `low` on."""
+    if isinstance(value, str):
+        try:
+            value = units.seconds(value)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{what} is in seconds; {error.message}", hint=error.hint) from None
+    elif isinstance(value, timedelta):
+        value = value.total_seconds()
+    elif isinstance(value, bool) or not isinstance(value, int | np.integer):
+        hint = 'give seconds, a timedelta, or text such as "7d"'
+        raise InvalidInputError(f"{what} is {value!r}, not whole seconds", hint=hint)
+    if not low <= value <= MAX_SECONDS:
+        least = f"at least {low} second" if value < low else f"at most {MAX_SECONDS} seconds"
+        never = "None means never" if low else "0 means never"
+        raise InvalidInputError(f"{what} must be {least}; {never}", hint=f"it was {value:g} s")
     return int(value)
 
 
 def entry_id(value: Any) -> int:
-    """`value` as the id of an entry: a nonzero u64."""
+    """The id of an entry: the entry itself, a nonzero u64, or the 16 hex digits of one."""
+    if isinstance(value, Entry):
+        value = value.id
+    elif isinstance(value, str) and re.fullmatch("[0-9a-fA-F]{16}", value):
+        value = int(value, 16)
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 < value < 1 << 64:
-        raise InvalidInputError(f"id {value!r} is no entry id", hint="ids are whole numbers from 1 to 2^64 - 1")
+        raise InvalidInputError(
+            f"{reprlib.repr(value)} is not the id of an entry",
+            hint="give an entry, an integer from 1 to 2^64 - 1, or 16 hex digits",
+        )
     return int(value)
 
 
