@@ -205,7 +205,7 @@ def _index(value: Any, name: str) -> int:
     try:
         return int(value.__index__())
     except AttributeError as error:
-        raise InvalidInputError(f"{name} is no integer: {type(value).__name__}") from error
+        raise InvalidInputError(f"{name} is not an integer: {type(value).__name__}") from error
 
 
 def _u64(value: Any, name: str) -> int:

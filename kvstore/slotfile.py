@@ -112,7 +112,7 @@ def read_head(data: Bytes) -> Head:
     kind = _KINDS.get(magic)
     if kind is None:
         raise SlotFileError(
-            f"the file starts with 0x{magic:08x}, which is no slot, sequence or session file",
+            f"the file starts with 0x{magic:08x}, which is not a slot, sequence or session file",
             hint="give a file that llama-server or llama.cpp saved",
         )
     if 4 * n_words > size - _HEAD.size:
@@ -169,7 +169,7 @@ def head_bytes(
 ) -> bytes:
     """The bytes of a file before its state. Raises SlotFileError where the values cannot be written."""
     if kind not in _MAGICS:
-        raise SlotFileError(f"{kind!r} is no kind of file", hint="use 'slot file' or 'session file'")
+        raise SlotFileError(f"{kind!r} is not a kind of file", hint="use 'slot file' or 'session file'")
     wanted = np.asarray(tokens)
     if wanted.ndim != 1 or (wanted.size and wanted.dtype.kind not in "iu"):
         raise SlotFileError(f"the tokens have shape {wanted.shape} and type {wanted.dtype}", hint="give a list of int")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,4 +78,22 @@ def test_chats_that_wait_for_a_slot_find_what_was_saved_meanwhile(tmp_path: Path
         for thread in threads:
             thread.join()
         assert [chat.name for chat in chats if chat.reused < 0.85] == []
+        assert stats(url)["failures"] == 0
+
+
+def test_pages_that_wait_for_a_writer_keep_no_request_waiting(tmp_path: Path) -> None:
+    with proxykit.both(tmp_path) as (_, url):
+        a, b = Chat(url, "Anna", system="One. " * 90), Chat(url, "Bert", system="Two. " * 90)
+        for chat in (a, b):
+            chat.ask()
+            wait_saved(url)
+        pages = [threading.Thread(target=stats, args=(url,)) for _ in range(8)]
+        with another_writer(tmp_path / "states.kvstore"):
+            for page in pages:
+                page.start()
+            time.sleep(0.5)  # until they wait
+            a.ask()
+            assert a.reused > 0.85
+        for page in pages:
+            page.join()
         assert stats(url)["failures"] == 0

@@ -158,7 +158,7 @@ class Store:
         if not isinstance(fingerprint, str):
             raise InvalidInputError(f"fingerprint is {type(fingerprint).__name__}, not str")
         if not is_text(fingerprint):
-            raise InvalidInputError(f"fingerprint {fingerprint!r} is no text", hint="it holds lone surrogates")
+            raise InvalidInputError(f"fingerprint {fingerprint!r} is not text", hint="it holds lone surrogates")
         sizes = {"cache_ram_mib": cache_ram_mib, "cache_disk_mib": cache_disk_mib}
         for name, value in (sizes if min_saved_mib is None else sizes | {"min_saved_mib": min_saved_mib}).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

@@ -226,7 +226,7 @@ class LlamaServer:
         if self.running:
             raise LlamaServerError("the server is already running")
         if not self.model.is_file():
-            raise LlamaServerError(f"there is no model {self.model}")
+            raise LlamaServerError(f"the model {self.model} does not exist")
         # The server's files are readable by all where the umask lets them, and prompts are in them.
         self.slot_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self._fixed_port:

@@ -10,7 +10,7 @@ import hmac
 import logging
 import re
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -20,6 +20,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import operate
+from ...errors import KVStoreError
 from ...store import Store
 from ...types import Stats
 from .cache import TAIL_BYTES, Cache
@@ -310,6 +311,9 @@ async def _nothing() -> dict[str, Any]:
     return {"type": "http.disconnect"}
 
 
+_Shown: TypeAlias = tuple[Stats | None, list[dict[str, Any]]]
+
+
 class Pages:
     """What the proxy says of itself."""
 
@@ -318,19 +322,30 @@ class Pages:
         self.metrics = metrics
         self.upstream = upstream
         self.private = private
+        self._look: asyncio.Task[_Shown] | None = None
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(PAGE, headers=_HEADERS)
 
-    async def _stats(self) -> tuple[Stats | None, list[dict[str, Any]]]:
+    async def _stats(self) -> _Shown:
+        """Of the store, None where that is not open, or busy for long. Those who ask at once share one look."""
+        if self._look is None or self._look.done():
+            self._look = asyncio.create_task(self._read())
+        return await asyncio.shield(self._look)
+
+    async def _read(self) -> _Shown:
         store = self.server.store
         if store is None:
             return None, []
 
-        def read(store: Store) -> tuple[Stats, list[dict[str, Any]]]:
+        def read(store: Store) -> _Shown:
             return store.stats(), tree(operate.listing(store, order="used", limit=SHOWN), private=self.private)
 
-        return await self.server.run(read, store)
+        try:
+            return await self.server.run_page(read, store)
+        except KVStoreError as error:
+            log.warning("the page shows nothing of the store: %s", error.message)
+            return None, []
 
     async def stats(self, request: Request) -> Response:
         self.server.look_again()
@@ -362,8 +377,7 @@ class Pages:
 
     async def metrics_text(self, request: Request) -> Response:
         """The proxy's, and after them the server's own where it has them."""
-        store = self.server.store
-        text = self.metrics.prometheus(None if store is None else await self.server.run(store.stats))
+        text = self.metrics.prometheus((await self._stats())[0])
         with contextlib.suppress(UpstreamError):
             own = {} if self.private else {n: v for n, v in request.headers.items() if n == "authorization"}
             text += await self.upstream.text("/metrics", own)

@@ -75,7 +75,8 @@ def _config(
         raise InvalidInputError(f"{upstream!r} is not the address of a server", hint="such as http://127.0.0.1:8080")
     folder = Path(slot_dir)
     if not folder.is_dir():
-        raise InvalidInputError(f"there is no directory {folder}", hint="give the directory of llama-server's --slot-save-path")
+        hint = "give the directory of llama-server's --slot-save-path"
+        raise InvalidInputError(f"the directory {folder} does not exist", hint=hint)
     host, port = parse_address(listen)
     if not api_key and not is_loopback(host):
         raise InvalidInputError(

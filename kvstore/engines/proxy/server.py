@@ -72,9 +72,10 @@ class Server:
         self._asked = False
         self._tells_tasks = False  # /slots names the last task of a slot
         self._notes: set[asyncio.Task[None]] = set()
-        # What a request waits for never stands behind a put.
+        # What a request waits for never stands behind a put, nor behind a page: figures wait for writers.
         self._quick = ThreadPoolExecutor(4, "kvstore-proxy")
         self._puts = ThreadPoolExecutor(1, "kvstore-proxy-put")
+        self._pages = ThreadPoolExecutor(1, "kvstore-proxy-page")
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """A blocking call, beside the event loop."""
@@ -82,6 +83,9 @@ class Server:
 
     async def run_put(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._puts, function, *args)
+
+    async def run_page(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pages, function, *args)
 
     @property
     def reuses(self) -> bool:
@@ -382,4 +386,5 @@ class Server:
                 await self.run_put(self.store.close)
         self._quick.shutdown(wait=False)
         self._puts.shutdown(wait=False)
+        self._pages.shutdown(wait=False)
         await self.upstream.close()
