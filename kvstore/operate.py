@@ -126,7 +126,7 @@ def export(store: Store, id: int) -> Exported | None:
     try:
         return copies.export(store._engine, id)
     except Damaged as error:
-        raise CorruptStoreError(f"entry {hex_id(id)} can not be read: {error.reason}", id=hex_id(id)) from error
+        raise CorruptStoreError(f"entry {hex_id(id)} cannot be read: {error.reason}", id=hex_id(id)) from error
 
 
 def restore(store: Store, item: Exported) -> Entry | None:

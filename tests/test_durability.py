@@ -386,7 +386,7 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(point)], capture_output=True, text=True, check=False
     )
     if made.returncode:
-        pytest.skip(f"a small file system can not be mounted: {made.stderr.strip()}")
+        pytest.skip(f"a small file system cannot be mounted: {made.stderr.strip()}")
     try:
         yield point
     finally:
@@ -558,6 +558,6 @@ def test_a_store_in_a_folder_that_can_not_be_written_opens_readonly(tmp_path: Pa
         assert saved is not None
         assert saved.main.tobytes() == noise(1, 50_000)
         assert store.verify() == []
-    with pytest.raises(kvstore.ReadOnlyError, match=r"can not be written|permission"):
+    with pytest.raises(kvstore.ReadOnlyError, match=r"cannot be written|permission"):
         open_here(folder / "kv.store").put([3], b"x")
     assert [p.name for p in folder.iterdir()] == ["kv.store"]

@@ -40,7 +40,7 @@ def texts() -> Iterator[tuple[str, str]]:
 
 def test_nothing_installs_the_other_project() -> None:
     found = list(texts())
-    assert {"README.md", "pyproject.toml", "Makefile", "docs/proxy.md", "kvstore/storage/db.py"} <= {name for name, _ in found}
+    assert {"README.md", "pyproject.toml", "Makefile", "docs/proxy.md", "kvstore/store/store.py"} <= {name for name, _ in found}
     for name, text in found:
         for pattern in FOREIGN:
             hit = pattern.search(text)

@@ -22,6 +22,7 @@ from kvstore.engines.proxy import runner as proxy
 from kvstore.engines.proxy.backend import Timings
 from kvstore.engines.proxy.llama_backend import LlamaServerBackend
 from kvstore.engines.proxy.prompt import Tokenizer, continues, parse
+from kvstore.engines.proxy.slots import Rates
 from kvstore.engines.proxy.upstream import end_to_end
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -236,3 +237,22 @@ def test_start_token_that_only_one_side_adds_is_learned() -> None:
     assert not tokenizer.reconcile(prompt, tokens[1:], len(tokens) - 1)
     assert asyncio.run(tokenizer.fill(_prompt("hello"))).tolist() == tokens[1:].tolist()
     assert tokenizer.mismatches == 1
+
+
+def test_small_restore_that_was_delayed_says_nothing_of_large_ones() -> None:
+    rates = Rates()
+    before = rates.restore_seconds(512 << 20)
+    for _ in range(5):
+        rates.restored(200_000, 0.1)
+    assert rates.restore_seconds(200_000) < 0.02
+    assert rates.restore_seconds(512 << 20) < 20 * before
+
+
+def test_large_restores_are_a_measurement() -> None:
+    rates = Rates()
+    for _ in range(5):
+        rates.restored(512 << 20, 10.0)
+    assert 7 < rates.restore_seconds(512 << 20) < 11
+    for _ in range(50):
+        rates.skipped()
+    assert rates.restore_seconds(512 << 20) < 0.3

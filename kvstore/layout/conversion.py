@@ -276,7 +276,7 @@ def _checkpoints(data: Bytes, layout: Layout, rewrite: _Rewrite) -> list[Piece]:
             partial = parse(blob)
             places = places_of(partial.parts, layout.parts)
             if places is None or partial.tail is not None:
-                raise LayoutError(f"the checkpoint at {c.n_tokens} tokens is no part of this state")
+                raise LayoutError(f"the checkpoint at {c.n_tokens} tokens is not part of this state")
             target = rewrite.parts(blob, partial.parts, tuple(rewrite.like.parts[i] for i in places))
         out.extend(_record(c.n_tokens, c.pos_min, c.pos_max, target, rewrite.slot))
     return out

@@ -178,7 +178,7 @@ def _from_checkpoint(data: Bytes, layout: Layout, n: int) -> tuple[list[Piece], 
         partial = parse(target)
     except LayoutError as e:
         raise LayoutError(f"cannot cut to {n} tokens: the checkpoint there is not understood") from e
-    foreign = LayoutError(f"cannot cut to {n} tokens: the checkpoint there is no part of this state")
+    foreign = LayoutError(f"cannot cut to {n} tokens: the checkpoint there is not part of this state")
     places = places_of(partial.parts, layout.parts)
     if partial.checkpoints is not None or partial.tail is not None or places is None:
         raise foreign

@@ -65,7 +65,7 @@ SCHEMA_VERSION = 2
 # page, so a comparison reads one.
 PAGE_SIZE = 65536
 # INCREMENTAL (2): the file shrinks in bites, without VACUUM's second copy; costs 1 % of a put (FULL would move pages
-# at every commit, and NONE can not shrink).
+# at every commit, and NONE cannot shrink).
 AUTO_VACUUM = 2
 # WAL: readers never wait for a put (with a rollback journal each waited up to 0.13 s, the flush of 256 MiB), at the
 # price of writing twice; the second write, the checkpoint, is done behind the put.
@@ -121,7 +121,7 @@ def translate(error: apsw.Error, path: str, key: bool = False, connection: Conne
         return DiskFullError(f"the disk of {path} is full", path=path)
     if isinstance(error, apsw.ReadOnlyError):
         return ReadOnlyError(
-            f"{path} can not be written", path=path, hint="give its owner write permission, or open it with readonly=True"
+            f"{path} cannot be written", path=path, hint="give its owner write permission, or open it with readonly=True"
         )
     if isinstance(error, apsw.NotADBError):
         if key:
@@ -137,7 +137,7 @@ def translate(error: apsw.Error, path: str, key: bool = False, connection: Conne
     if isinstance(error, apsw.ConstraintError | apsw.SQLError | apsw.MismatchError):
         return CorruptStoreError(f"{path} does not keep to the schema: {error}", path=path)
     if isinstance(error, apsw.CantOpenError):
-        return StoreIOError(f"{path} can not be opened", path=path, hint="check that its folder exists and can be written")
+        return StoreIOError(f"{path} cannot be opened", path=path, hint="check that its folder exists and can be written")
     if isinstance(error, apsw.PermissionsError | apsw.AuthError):
         return ReadOnlyError(f"{path}: permission denied", path=path, hint="check the permissions of the file")
     if isinstance(error, apsw.TooBigError):
@@ -274,7 +274,7 @@ class Database:
             raise StoreIOError(f"{self.path}: PRAGMA {pragma} is {got!r}, not {value!r}", path=self.path)
 
     def check(self) -> None:
-        """Raises ClosedError or ForkedError where this object can not be used."""
+        """Raises ClosedError or ForkedError where this object cannot be used."""
         if self._closed:
             raise ClosedError(f"the store {self.path} was closed", path=self.path)
         if os.getpid() != self.pid:

@@ -57,6 +57,13 @@ def fingerprint_id(c: Connection, text: str) -> int | None:
     return None if row is None else int(row[0])
 
 
+def entries_of_others(c: Connection, text: str) -> int:
+    """How many entries have another fingerprint than this one."""
+    sql = "SELECT count(*) FROM entries WHERE fingerprint NOT IN (SELECT id FROM fingerprints WHERE text = ?)"
+    row = c.execute(sql, (text,)).fetchone()
+    return 0 if row is None else int(row[0])
+
+
 def add_fingerprint(c: Connection, text: str) -> int:
     c.execute("INSERT INTO fingerprints(text) VALUES(?) ON CONFLICT DO NOTHING", (text,))
     found = fingerprint_id(c, text)

@@ -127,7 +127,7 @@ class Space:
                 return
             if time.monotonic() > give_up:
                 raise BusyError(
-                    f"{self.database.path}: its log can not be emptied, or others fill the room that is made",
+                    f"{self.database.path}: its log cannot be emptied, or others fill the room that is made",
                     path=self.database.path,
                 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -9,20 +10,21 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from .. import layout, meta
-from ..errors import BusyError, DiskFullError, InvalidInputError, KVStoreError, NotFoundError, StoreIOError
+from ..errors import BusyError, DiskFullError, InvalidInputError, KVStoreError, LayoutError, NotFoundError, StoreIOError
 from ..storage import db, disk, policy, queries, queries_lists, queries_upkeep
 from ..storage import prefix_index as prefixes
 from ..storage.policy import cuts_of
 from ..storage.ram_cache import RamCache
 from ..types import CLASSES, SOURCES, WHOLE, Entry, EntryClass, Match, SavedState, Source, Stats, hex_id
 from ..util.hashing import Digests, family
-from ..util.validate import as_state, as_tokens, check_id, check_int, choice, is_text
+from ..util.validate import as_state, as_tokens, check_id, check_int, choice, is_text, lifetime
 from . import learning
 from . import maintenance as upkeep
 from . import verify as check
@@ -30,7 +32,11 @@ from .core import Engine
 from .put_request import Job, new_id
 from .write_behind import WriteBehind
 
+log = logging.getLogger("kvstore")
 ENTRIES_PER_PAGE = 256
+# An entry, its id, or the 16 hex digits of that.
+EntryId: TypeAlias = int | str | Entry
+_OF_TOKENS, _OF_ENTRY = "the number of tokens", "the number of tokens of the entry"
 TRIES = 8  # of an open whose new file another process removes
 FAMILIES_SHOWN = 100
 MAX_TIMEOUT = 2_000_000  # seconds; SQLite counts milliseconds in an int
@@ -98,6 +104,19 @@ def _open(path: str, build: Callable[[], Engine], *, create: bool, key: str | No
     raise AssertionError("the last try returns or raises")
 
 
+def _cut(saved: SavedState, n: int) -> SavedState:
+    """The state of the first n tokens. Raises LayoutError."""
+    for part in (saved.main, saved.draft):
+        try:
+            if part is not None:
+                layout.parse(part)
+        except LayoutError as error:
+            message = f"entry {saved.entry.hex_id} is not a llama.cpp state, so it cannot be cut"
+            raise LayoutError(message, hint=f"get it without n_tokens ({error.message})") from None
+    draft = None if saved.draft is None else layout.crop(saved.draft, n)
+    return SavedState(saved.entry, saved.tokens[:n], layout.crop(saved.main, n), draft)
+
+
 class Store:
     """LLM sequence states in one SQLite file, shared prefixes as deltas, with a RAM layer before it.
 
@@ -133,13 +152,13 @@ class Store:
         timeout: float = 30.0,
         key: str | None = None,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = os.fspath(path) if isinstance(path, os.PathLike) else path
         if not isinstance(self.path, str) or not self.path:
             raise InvalidInputError(f"path is {path!r}", hint='give the path of a file, or ":memory:"')
         if not isinstance(fingerprint, str):
             raise InvalidInputError(f"fingerprint is {type(fingerprint).__name__}, not str")
         if not is_text(fingerprint):
-            raise InvalidInputError(f"fingerprint {fingerprint!r} is no text", hint="it holds lone surrogates")
+            raise InvalidInputError(f"fingerprint {fingerprint!r} is not text", hint="it holds lone surrogates")
         sizes = {"cache_ram_mib": cache_ram_mib, "cache_disk_mib": cache_disk_mib}
         for name, value in (sizes if min_saved_mib is None else sizes | {"min_saved_mib": min_saved_mib}).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -199,7 +218,7 @@ class Store:
         draft: Any = None,
         entry_class: EntryClass = "normal",
         source: Source = "default",
-        ttl: int | None = None,
+        ttl: int | str | timedelta | None = None,
         n_system: int = 0,
         user_start: int = 0,
         excerpt: str = "",
@@ -211,8 +230,9 @@ class Store:
         """Stores the state of a token sequence; all of it or nothing.
 
         tokens: int32, shape (n,), n > 0. state, draft: anything bytes-like, not empty; not changed, and not kept.
-        ttl: seconds until the entry expires, None = never. n_system: tokens of the system block; user_start: where the
-        first user turn starts; both decide the family. excerpt: the start of the first user message, for people.
+        ttl: seconds until the entry expires, a timedelta, or text such as "7d"; None = never. n_system: tokens of the system
+        block; user_start: where the first user turn starts; both decide the family. excerpt: the start of the first user
+        message, for people.
         share=False stores it whole. head: of the file that the state comes from (`slotfile.head_of`), to write it again.
 
         The same tokens again replace the entry. Normal entries whose tokens begin this one's are removed where this
@@ -222,11 +242,13 @@ class Store:
         array = as_tokens(tokens)
         choice(entry_class, CLASSES, "class")
         choice(source, SOURCES, "source")
-        n_system = check_int(n_system, "n_system", 0, len(array))
-        user_start = check_int(user_start, "user_start", 0, len(array))
+        n_system = check_int(n_system, "n_system", 0, len(array), why=_OF_TOKENS)
+        user_start = check_int(user_start, "user_start", 0, len(array), why=_OF_TOKENS)
         if not isinstance(excerpt, str | bytes):
             raise InvalidInputError(f"excerpt is {type(excerpt).__name__}, not str")
-        ttl = None if ttl is None else check_int(ttl, "ttl", 1, 1 << 40)
+        seconds = None if ttl is None else lifetime(ttl)
+        if head is not None and not isinstance(head, bytes | bytearray | memoryview):
+            raise InvalidInputError(f"head is {type(head).__name__}, not bytes", hint="give what slotfile.head_of gives")
         n_input = len(array) if n_input is None else check_int(n_input, "n_input", 0)
         n_images = check_int(n_images, "n_images", 0)
         main = as_state(state, "state")
@@ -241,7 +263,7 @@ class Store:
             cuts=cuts_of(main, len(array)),
             entry_class=entry_class,
             source=source,
-            ttl=ttl,
+            ttl=seconds,
             family=family(array, n_system, user_start),
             excerpt=meta.clean_excerpt(excerpt),
             n_input=n_input,
@@ -253,7 +275,7 @@ class Store:
         self._wake()
         return entry
 
-    def get(self, id: int, *, n_tokens: int | None = None) -> SavedState | None:
+    def get(self, id: EntryId, *, n_tokens: int | None = None) -> SavedState | None:
         """The states of an entry, byte for byte as they were put, or None.
 
         n_tokens cuts them: to the state of the first n_tokens, where the layout allows it (else LayoutError). The arrays
@@ -267,17 +289,12 @@ class Store:
         if saved is None:
             return None
         if n_tokens is not None and n_tokens != saved.entry.n_tokens:
-            n = check_int(n_tokens, "n_tokens", 1, saved.entry.n_tokens)
-            saved = SavedState(
-                saved.entry,
-                saved.tokens[:n],
-                layout.crop(saved.main, n),
-                None if saved.draft is None else layout.crop(saved.draft, n),
-            )
+            n = check_int(n_tokens, "n_tokens", 1, saved.entry.n_tokens, why=_OF_ENTRY)
+            saved = _cut(saved, n)
         self._engine.tally.count("tokens_served", len(saved.tokens))
         return saved
 
-    def take(self, id: int) -> SavedState | None:
+    def take(self, id: EntryId) -> SavedState | None:
         """`get`, and removes the entry; a learned or pinned one stays."""
         with self._settled():
             saved = self.get(id)
@@ -296,18 +313,29 @@ class Store:
         found = self._engine.past_damage(self._behind.match, key)
         if found is None:
             self._engine.tally.count("unmatched")
+            if log.isEnabledFor(logging.DEBUG):
+                self._say_others()
             return None
         return Match(*found)
 
+    def _say_others(self) -> None:
+        """A match that finds nothing is most often one under another fingerprint."""
+        engine = self._engine
+        with engine.db.read() as c:
+            n = queries.entries_of_others(c, engine.fingerprint)
+        if n:
+            log.debug("no match: %d entries have another fingerprint than %r", n, engine.fingerprint)
+
     # -- entries as rows
 
-    def entry(self, id: int) -> Entry | None:
+    def entry(self, id: EntryId) -> Entry | None:
         """What is known of an entry; reads none of its bytes."""
         self._engine.db.check()
-        queued, entry = self._behind.lookup(check_id(id))
+        id = check_id(id)
+        queued, entry = self._behind.lookup(id)
         if queued:
             return entry
-        return self._engine.past_damage(self._engine.entry, int(id))
+        return self._engine.past_damage(self._engine.entry, id)
 
     def entries(self, *, family: int | None = None, entry_class: EntryClass | None = None) -> Iterator[Entry]:
         """All live entries, in no particular order, read in pages: a long walk keeps no snapshot of the file open."""
@@ -330,17 +358,22 @@ class Store:
                 yield engine.with_uses(entry)
 
     def set(
-        self, id: int, *, entry_class: EntryClass | None = None, source: Source = "request", ttl: int | None = None
+        self,
+        id: EntryId,
+        *,
+        entry_class: EntryClass | None = None,
+        source: Source = "request",
+        ttl: int | str | timedelta | None = None,
     ) -> Entry:
-        """Changes the class of an entry, or its expiry: ttl seconds from now, 0 = never. Raises NotFoundError."""
+        """Changes the class of an entry, or its expiry: ttl from now, as `put` takes it, 0 = never. Raises NotFoundError."""
         if entry_class is not None:
             choice(entry_class, CLASSES, "class")
         choice(source, SOURCES, "source")
-        seconds = None if ttl is None else check_int(ttl, "ttl", 0, 1 << 40)
+        seconds = None if ttl is None else lifetime(ttl, low=0)
         with self._settled():
             return self._engine.set(check_id(id), entry_class, source, seconds)
 
-    def delete(self, id: int, *, children: str = "resident") -> list[int]:
+    def delete(self, id: EntryId, *, children: str = "resident") -> list[int]:
         """Removes an entry; gives the ids of all that went.
 
         children: what becomes of the entries stored against it: "resident" keeps those that the RAM layer holds, "keep"
@@ -355,7 +388,7 @@ class Store:
     def learn(self, tokens: Any, n_tokens: int | None = None) -> Entry:
         """Cuts a learned prefix out of a stored state, and stores the entries that continue it against it.
 
-        tokens: the prefix itself, or the id of an entry with n_tokens, how many of its tokens to learn (None: all).
+        tokens: the prefix itself, or an entry, or its id, with n_tokens, how many of its tokens to learn (None: all).
         Raises NotFoundError where no entry holds the prefix, LayoutError where its state cannot be cut there.
         """
         with self._settled():
@@ -363,12 +396,12 @@ class Store:
 
     def _learn(self, tokens: Any, n_tokens: int | None) -> Entry:
         engine = self._engine
-        if isinstance(tokens, int | np.integer):
+        if isinstance(tokens, int | np.integer | Entry | str):
             id = check_id(tokens)
             entry = self.entry(id)
             if entry is None:
                 raise NotFoundError(f"no entry {hex_id(id)}", id=hex_id(id))
-            n = entry.n_tokens if n_tokens is None else check_int(n_tokens, "n_tokens", 1, entry.n_tokens)
+            n = entry.n_tokens if n_tokens is None else check_int(n_tokens, "n_tokens", 1, entry.n_tokens, why=_OF_ENTRY)
             with engine.db.read() as c:
                 theirs = queries.fingerprint_of(c, id)
             if theirs is not None and theirs != engine.fingerprint:
@@ -377,7 +410,7 @@ class Store:
                 )
         else:
             array = as_tokens(tokens)
-            n = len(array) if n_tokens is None else check_int(n_tokens, "n_tokens", 1, len(array))
+            n = len(array) if n_tokens is None else check_int(n_tokens, "n_tokens", 1, len(array), why=_OF_TOKENS)
             with engine.db.read() as c:
                 found = learning.source_of(engine, c, array[:n])
             if found is None:

@@ -215,7 +215,7 @@ class LlamaServer(LlamaClient):
         if self.running:
             raise LlamaServerError("the server is already running")
         if not self.model.is_file():
-            raise LlamaServerError(f"there is no model {self.model}")
+            raise LlamaServerError(f"the model {self.model} does not exist")
         # The files contain prompts, and the server creates them with the mode of its umask.
         self.slot_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self._fixed_port:

@@ -72,10 +72,14 @@ class BackendLink:
         # Nothing that a request waits for is queued behind a put.
         self._quick = ThreadPoolExecutor(4, "kvstore-proxy")
         self._puts = ThreadPoolExecutor(1, "kvstore-proxy-put")
+        self._pages = ThreadPoolExecutor(1, "kvstore-proxy-page")  # the figures of a page wait for writers
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Runs a blocking call outside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._quick, function, *args)
+
+    async def run_page(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pages, function, *args)
 
     async def run_put(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._puts, function, *args)
@@ -321,3 +325,4 @@ class BackendLink:
                 await self.run_put(self.store.close)
         self._quick.shutdown(wait=False)
         self._puts.shutdown(wait=False)
+        self._pages.shutdown(wait=False)

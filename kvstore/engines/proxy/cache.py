@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from ... import slotfile
+from ... import layout, slotfile
 from ...errors import LayoutError
 from ...store import Store
-from ...types import Match, hex_id
+from ...types import Entry, Match, Tokens, hex_id
 from .backend import Timings
 from .backend_link import BackendLink
 from .metrics import Metrics, Recent
-from .prompt import Prompt, continues
+from .prompt import Prompt, common, continues
 from .saver import Saver
 from .slots import Choice, Slot
 from .upstream import UpstreamError
@@ -26,6 +26,30 @@ RESTORE_SECONDS = 120.0
 HOT_SECONDS = 0.15
 CHARS_PER_TOKEN = 3
 TAIL_BYTES = 16 << 10  # of the end of an answer, which has the timings
+
+
+@dataclass(frozen=True, slots=True)
+class UnwrittenMatch(Match):
+    """A match whose state is in memory: its put is under way, and `entry` is what will be known of it, but for the id."""
+
+    file: slotfile.SlotFile
+
+    @classmethod
+    def of(cls, file: slotfile.SlotFile, n_common: int) -> UnwrittenMatch:
+        now, n = int(time.time()), int(file.tokens.shape[0])
+        size = int(file.state.nbytes)
+        entry = Entry(
+            id=0, n_tokens=n, n_images=0, entry_class="normal", source="default", created_at=now, last_used=now,
+            expires_at=None, ttl=None, hits=0, family=0, n_input=n, excerpt="", parent=None, size=size, stored=size,
+        )  # fmt: skip
+        return cls(entry, n_common, file)
+
+    def state(self) -> slotfile.SlotFile:
+        """Cut to what serves. Raises LayoutError."""
+        if self.n_common == self.entry.n_tokens:
+            return self.file
+        cut = layout.crop(self.file.state, self.n_common)
+        return replace(self.file, tokens=self.file.tokens[: self.n_common], state=cut)
 
 
 class Lease:
@@ -87,6 +111,7 @@ class Cache:
         choice: Choice | None = None
         started = time.perf_counter()
         try:
+            n_saved = self.saver.n_saved
             found = await asyncio.wait_for(self._look_up(prompt), LOOKUP_SECONDS + 10)
             if found is None:
                 return None
@@ -97,6 +122,9 @@ class Cache:
                 choice = Choice(hot, hot.n_total, None, 0)
             else:
                 choice = await slots.acquire(prompt, match, busy_elsewhere)
+                if self.saver.n_saved != n_saved:  # while it waited: what had its slot before, perhaps
+                    match = await self._match(prompt)
+                    choice = slots.choose(choice.slot, prompt, match)
             if choice.skipped:
                 self.metrics.count("restores_skipped")
                 slots.rates.skipped()
@@ -202,10 +230,10 @@ class Cache:
             log.warning("entry %s was not restored", hex_id(match.entry.id), exc_info=True)
             return True
         seconds = time.perf_counter() - started
-        link.slots.restored(slot, file.tokens, n, match.entry.id)
+        link.slots.restored(slot, file.tokens, n, match.entry.id or None)
         lease.restored = match
         lease.recent.restore_ms = seconds * 1e3
-        lease.recent.entry = match.entry.hex_id
+        lease.recent.entry = match.entry.hex_id if match.entry.id else None
         link.slots.rates.restored(file.state.nbytes, seconds)
         self.metrics.count("restores")
         self.metrics.seconds["restore_seconds"] += seconds
@@ -229,13 +257,30 @@ class Cache:
             return None
         if not link.reuses or tokens.size < link.settings.min_tokens:
             return None
+        waiting = self._unwritten(tokens)  # looked at first: its put may end meanwhile
         match = await asyncio.wait_for(link.run(store.match, tokens), LOOKUP_SECONDS)
-        if match is None or match.entry.id in link.rejected_entries or match.entry.n_images:
-            return None
-        return None if 0 < identity.n_ctx <= match.n_common else match
+        if match is not None and (match.entry.id in link.rejected_entries or match.entry.n_images):
+            match = None
+        if waiting is not None and (match is None or waiting.n_common > match.n_common):
+            match = waiting
+        return None if match is None or 0 < identity.n_ctx <= match.n_common else match
+
+    def _unwritten(self, tokens: Tokens) -> UnwrittenMatch | None:
+        """The state on its way into the store that serves the most of these tokens."""
+        link, identity = self.link, self.link.identity
+        assert identity is not None
+        best: UnwrittenMatch | None = None
+        for each in self.saver.unwritten:
+            n = common(each.file.tokens, tokens)
+            fits = n == each.file.tokens.shape[0] or (n > 0 and identity.crops)
+            if each.store is link.store and fits and (best is None or n > best.n_common):
+                best = UnwrittenMatch.of(each.file, n)
+        return best
 
     def _state(self, store: Store, match: Match, form: slotfile.SlotFile) -> slotfile.SlotFile | None:
         """The slot file of a match, cut to the common tokens where its layout allows that."""
+        if isinstance(match, UnwrittenMatch):
+            return match.state()
         try:
             saved = store.get(match.entry.id, n_tokens=match.n_common)
         except LayoutError:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 from collections.abc import Iterable
 from importlib import resources
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from ... import operate
+from ...errors import KVStoreError
 from ...meta import clean_excerpt
 from ...store import Store
 from ...types import Entry, Stats
@@ -21,6 +24,7 @@ from .upstream import UpstreamError
 
 PAGE = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 SHOWN = 2000
+log = logging.getLogger("kvstore.proxy")
 # A page of another origin must not read these pages through a name that resolves to this host.
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -52,6 +56,9 @@ def tree(entries: Iterable[Entry], *, private: bool) -> list[dict[str, Any]]:
     return roots
 
 
+_Shown: TypeAlias = tuple[Stats | None, list[dict[str, Any]]]
+
+
 class Pages:
     """The handlers of the proxy's own paths."""
 
@@ -59,19 +66,30 @@ class Pages:
         self.link = link
         self.metrics = metrics
         self.private = private
+        self._look: asyncio.Task[_Shown] | None = None
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(PAGE, headers=_HEADERS)
 
-    async def _stats(self) -> tuple[Stats | None, list[dict[str, Any]]]:
+    async def _stats(self) -> _Shown:
+        """Figures of the store: None where it is not open, or busy for long. Requests at the same time share one reading."""
+        if self._look is None or self._look.done():
+            self._look = asyncio.create_task(self._read())
+        return await asyncio.shield(self._look)
+
+    async def _read(self) -> _Shown:
         store = self.link.store
         if store is None:
             return None, []
 
-        def read(store: Store) -> tuple[Stats, list[dict[str, Any]]]:
+        def read(store: Store) -> _Shown:
             return store.stats(), tree(operate.listing(store, order="used", limit=SHOWN), private=self.private)
 
-        return await self.link.run(read, store)
+        try:
+            return await self.link.run_page(read, store)
+        except KVStoreError as error:
+            log.warning("the page shows nothing of the store: %s", error.message)
+            return None, []
 
     async def stats(self, request: Request) -> Response:
         self.link.look_again()
@@ -103,8 +121,7 @@ class Pages:
 
     async def metrics_text(self, request: Request) -> Response:
         """The proxy's metrics, followed by the server's own where it has them."""
-        store = self.link.store
-        text = self.metrics.prometheus(None if store is None else await self.link.run(store.stats))
+        text = self.metrics.prometheus((await self._stats())[0])
         with contextlib.suppress(UpstreamError):
             own = {} if self.private else {n: v for n, v in request.headers.items() if n == "authorization"}
             text += await self.link.backend.metrics(own)

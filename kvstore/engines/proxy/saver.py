@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import dataclass
 
 from ... import slotfile
 from ...errors import KVStoreError, LayoutError
@@ -26,6 +27,14 @@ MAX_WAITING = 3
 MAX_PUTS = 3  # attempts to store one state
 
 
+@dataclass(frozen=True, eq=False)
+class Unwritten:
+    """A state whose put is under way."""
+
+    store: Store
+    file: slotfile.SlotFile
+
+
 class Saver:
     """llama-server saves a slot in its one loop, so a save stops all answers for its whole duration. Saves therefore wait
     until no request is under way and `idle_seconds` have passed since the last one.
@@ -40,6 +49,8 @@ class Saver:
         self._wake = asyncio.Event()
         self._stopping = False
         self._puts: set[asyncio.Task[None]] = set()
+        self.unwritten: list[Unwritten] = []
+        self.n_saved = 0
 
     def wake(self) -> None:
         self._wake.set()
@@ -173,6 +184,8 @@ class Saver:
             level = logging.INFO if origin.spliced else logging.WARNING
             log.log(level, "the server's tokens of a prompt differ from those it gave before: %d tokens", n_prompt)
         slots.saved(slot, file.tokens, putting=True)
+        self.unwritten.append(Unwritten(store, file))
+        self.n_saved += 1
         task = asyncio.create_task(self._put(store, origin, file, slot))
         self._puts.add(task)
         task.add_done_callback(self._puts.discard)
@@ -202,6 +215,7 @@ class Saver:
         try:
             await self._put_file(store, origin, file, slot)
         finally:
+            self.unwritten = [each for each in self.unwritten if each.file is not file]
             self.link.slots.put_ended(slot)
 
     async def _put_file(self, store: Store, origin: Prompt, file: slotfile.SlotFile, slot: Slot) -> None:

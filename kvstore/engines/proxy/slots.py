@@ -321,7 +321,7 @@ class SlotTable:
         """A restore begins: until it is done, the contents are unknown."""
         self.invalidated(slot)
 
-    def restored(self, slot: Slot, tokens: Tokens, n: int, entry: int) -> None:
+    def restored(self, slot: Slot, tokens: Tokens, n: int, entry: int | None) -> None:
         """The server took n tokens of an entry."""
         slot.tokens, slot.n_total, slot.stored, slot.entry = tokens[:n], n, n, entry
         slot.unfit = n != tokens.shape[0]
@@ -440,6 +440,9 @@ class SlotTable:
         return True
 
     # -- the choice of a slot
+    def choose(self, slot: Slot, prompt: Prompt, match: Match | None) -> Choice:
+        """What to do with a slot that the request has already."""
+        return self._weigh(slot, prompt, match)[1]
 
     def _weigh(self, slot: Slot, prompt: Prompt, match: Match | None) -> tuple[tuple[float, float], Choice]:
         """The seconds that the request would cost in this slot, with what it would take from the slot's present owner."""
