@@ -87,7 +87,7 @@ def check_room(path: str, needed: int) -> None:
     free = free_bytes(path)
     if free < needed:
         raise DiskFullError(
-            f"to upgrade {path}, {needed / (1 << 20):.1f} MiB are needed beside it, but only {free / (1 << 20):.1f} MiB are free",
+            f"to upgrade {path}, {needed / (1 << 20):.1f} MiB are needed beside it, and {free / (1 << 20):.1f} MiB are free",
             path=path,
             needed=needed,
             free=free,

