@@ -7,7 +7,7 @@ Version 1, little-endian, packed:
                          LITERAL  u8 1, u64 length, the bytes
 
 The ops rebuild the state in order. The parent hash is FNV-1a (64 bit, start 1469598103934665603) over the first, then
-the last min(size, 1 MiB) bytes, XOR size: enough to tell a parent that was replaced, and cheap beside the copying.
+the last min(size, 1 MiB) bytes, XOR size: enough to recognise a parent that was replaced, and cheap compared with the copying.
 
 What becomes a COPY (fixed, so that two encoders give the same bytes): cells of parent and child are paired by position
 and extra position bytes, stream by stream; section by section, row by row, cell by cell in the child's order, a cell
@@ -15,22 +15,22 @@ whose bytes equal those of its pair is shared; spans that follow each other on b
 LITERAL, one op a run. With `content=True` literal runs of 4 KiB and more are also searched for equal runs of 4 KiB and
 more anywhere in the parent.
 
-`encode` refuses (None), since the state is then better stored whole:
-    either state is empty, or not understood        there are no cells to pair
-    the child is a delta                            a chain of deltas would need all of its links
-    the numbers of streams differ                   the states are of different contexts
-    less than min_saved is shared, or the delta is not smaller by min_saved      reading two entries would not pay
+`encode` returns None if the state is better stored whole:
+    a state is empty, or its layout is not understood
+    the child is a delta already
+    the numbers of streams differ, since the states are then of different contexts
+    less than min_saved is shared, or the delta is not smaller by min_saved: reading two entries would not pay
 `decode` refuses (DeltaError), in this order:
     not a shared state               no full header, other magic or version
-    its prefix is not in the cache   no parent, or one of another id, size or hash: copies would be of other bytes
-    truncated                        an op, or its first argument, is not there
+    its prefix is not in the cache   no parent, or its id, size or hash differs: copies would copy wrong bytes
+    truncated                        an op or its first argument is missing
     truncated literal                fewer bytes follow than the literal has
-    copy out of range                no length follows, or the bytes are not all in the parent
+    copy out of range                its length is missing, or not all bytes are in the parent
     unknown op                       neither 0 nor 1
     size mismatch                    the ops give more or fewer bytes than the header says, or bytes follow the last op
-Nothing is allocated before all ops were checked: a header's size is a claim, the sum of the ops is not.
+All ops are checked before anything is allocated: the size in a header is a claim, the sum of the ops is not.
 
-Anything bytes-like goes in, C-contiguous, and is not copied. The calls into C release the GIL.
+Arguments are anything bytes-like and C-contiguous; they are not copied. The calls into C release the GIL.
 """
 
 from __future__ import annotations
@@ -77,19 +77,19 @@ def is_delta(blob: Any) -> bool:
 
 
 def parent_id(blob: Any) -> int:
-    """The id of the parent that a delta was written against; 0 where `blob` is no delta."""
+    """The id of the parent that a delta was encoded against; 0 if `blob` is not a delta."""
     header = _header(as_u8(blob, "blob"))
     return 0 if header is None else header[0]
 
 
 def size(blob: Any) -> int:
-    """Bytes of the state that a delta says it decodes to (a claim until decoded); 0 where `blob` is no delta."""
+    """The size of the state, as the header of a delta claims it; 0 if `blob` is not a delta."""
     header = _header(as_u8(blob, "blob"))
     return 0 if header is None else header[3]
 
 
 def sample_hash(blob: Any) -> int:
-    """The parent hash of the format, of a whole state."""
+    """The parent hash (see above) of a whole state."""
     data = as_u8(blob, "blob")
     with ffi.from_buffer("uint8_t[]", data) as p:
         return int(lib.kv_sample_hash(p, data.size))
@@ -105,11 +105,11 @@ def encode(
     content: bool = False,
     parent_hash: int | None = None,
 ) -> Delta | None:
-    """The delta of `child` against `parent`, or None where it is refused (see the module's text).
+    """The delta of `child` against `parent`, or None if the child is better stored whole (see the text of the module).
 
-    `cell_ext` is the number of extra position bytes a cell, None = detect. `content` also searches by content.
-    `parent_hash` is `sample_hash(parent)` where the caller has it. InvalidInputError: an input that is not bytes-like
-    or not contiguous, or a number out of range.
+    `cell_ext` is the number of extra position bytes per cell; None: detect it. `content`: also search by content.
+    `parent_hash` is `sample_hash(parent)` if the caller has it. Raises InvalidInputError if an input is not bytes-like
+    and contiguous, or a number is out of range.
     """
     child, parent = as_u8(child, "child"), as_u8(parent, "parent")
     id_, saved = check_int(parent_id, "parent_id", 0, U64), check_int(min_saved, "min_saved", 0)
@@ -141,9 +141,9 @@ def encode(
 def decode(delta: Any, parent: Any, parent_id: int, out: Any = None, *, parent_hash: int | None = None) -> Bytes:
     """The state that `delta` encodes, as uint8, shape (size,): a new array, or `out` (writable, of exactly that size).
 
-    `parent` may be None where there is none; `parent_hash` is `sample_hash(parent)` where the caller has it.
-    DeltaError: the delta is not valid, or of another parent. InvalidInputError: `out` is not of the state's size, or
-    shares memory with an input. MemoryError: there is no room for the state.
+    `parent` may be None; `parent_hash` is `sample_hash(parent)` if the caller has it. Raises DeltaError if the delta is
+    damaged or belongs to another parent, InvalidInputError if `out` has another size or shares memory with an input, and
+    MemoryError if there is no room for the state.
     """
     data = as_u8(delta, "delta")
     header = _header(data)
@@ -179,7 +179,7 @@ def _output(out: Any, n: int, inputs: tuple[Bytes, ...]) -> Bytes:
             raise MemoryError(f"no room for a state of {n} bytes") from error
     target = as_u8(out, "out")
     if target.size != n:
-        raise InvalidInputError(f"out has {target.size} bytes, the state has {n}", given=target.size, needed=n)
+        raise InvalidInputError(f"out has {target.size} bytes, but the state has {n}", given=target.size, needed=n)
     if not target.flags.writeable:
         raise InvalidInputError("out is read-only")
     if any(np.may_share_memory(target, data) for data in inputs):
@@ -188,7 +188,7 @@ def _output(out: Any, n: int, inputs: tuple[Bytes, ...]) -> Bytes:
 
 
 def _header(data: Bytes) -> tuple[int, int, int, int] | None:
-    """Parent id, parent size, parent hash and size; None where `data` is no delta."""
+    """Parent id, parent size, parent hash and size; None if `data` is not a delta."""
     if data.size < _HEADER.size:
         return None
     magic, version, *fields, _ = _HEADER.unpack(data[: _HEADER.size].tobytes())
@@ -236,7 +236,7 @@ def _runs(child: Stream, parent: Stream) -> Run:
     place = np.full(int(new.sum()), -1, np.int64)
     place[theirs] = np.arange(len(theirs))
     if (place[theirs] != np.arange(len(theirs))).any():
-        return none  # a key twice: nobody can tell which of the two cells the child went on from
+        return none  # a key occurs twice: it is unknown which of the two cells the child continues
     at = place[ours]
     paired = at >= 0
     first = paired.copy()
@@ -248,12 +248,12 @@ def _runs(child: Stream, parent: Stream) -> Run:
 
 
 def _shareable(sections: list[tuple[int, ...]], runs: Run) -> int:
-    """Bytes of all paired cells: the most that the rule can share."""
+    """The bytes of all paired cells: an upper bound of what the rule can share."""
     ends = np.concatenate([[0], np.cumsum(runs[:, 2], dtype=np.int64)])
     return sum(rows * width * int(ends[first + n] - ends[first]) for *_, rows, width, first, n in sections)
 
 
-# FNV-1a goes byte after byte: 2.4 ms for a large parent, a tenth of the encoding of 256 MiB. From this size of the child
+# FNV-1a works byte by byte: 2.4 ms for a large parent, a tenth of the encoding of 256 MiB. From this size of the child
 # on a thread of its own costs less.
 _HASH_AHEAD = 32 << 20
 
@@ -274,19 +274,19 @@ class _HashAhead:
         return self._hash
 
 
-# Below this a delta is moved to the heap: a process has a limited number of mappings, and a cache many small deltas.
+# Smaller deltas are moved to the heap: the number of mappings of a process is limited, and a cache has many small deltas.
 _HEAP_BYTES = 1 << 20
 
-# madvise: give pages now, all at once (Linux 5.14; the mmap module has no name for it). A page fault each took as long as
-# the rest: 64 MB of literals 32 ms, so 21 ms.
+# madvise: populate the pages now, all at once (Linux 5.14; the mmap module does not name it). Encoding 64 MB of literals
+# took 32 ms with a page fault for each page, and takes 21 ms this way.
 _POPULATE_WRITE = 23
 
 
 class _Growing:
-    """Output that grows in small steps: no more than a step is allocated beyond what is used, and nothing is copied.
+    """Output that grows in small steps, so that at most one step is allocated but unused, and nothing is copied.
 
-    On Linux it is an anonymous mapping, since only there mremap moves pages instead of bytes; a realloc of a few MB
-    may stay in the heap, where it copies and for a moment holds both.
+    On Linux it is an anonymous mapping, since mremap moves pages instead of bytes. A realloc of a few MB may stay in the
+    heap, where it copies, and for a moment holds both blocks.
     """
 
     def __init__(self, room: int) -> None:

@@ -1,6 +1,6 @@
-"""What the people who run a store do with it: list, verify, repair, salvage, backup, export, restore, wipe.
+"""Admin functions: list, verify, repair, salvage, backup, export, restore, wipe.
 
-Functions of an open `Store`, and of a path where the file may be damaged.
+They take an open `Store`, or a path if the file may be damaged.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ __all__ = [
 def verify(
     path: str | os.PathLike[str], *, key: str | None = None, jobs: int = 1, progress: Progress | None = None
 ) -> list[Problem]:
-    """Every problem of a file, which may be damaged, and may be in use; reads only. [] is a clean store.
+    """Lists every problem of a file, which may be damaged or in use. Only reads. [] means no problems.
 
-    `jobs` states are checked at a time. Raises NotAStoreError, NewerStoreError, WrongKeyError, StoreIOError.
+    `jobs` states are checked at once. Raises NotAStoreError, NewerStoreError, WrongKeyError, StoreIOError.
     """
     return check.verify_file(_existing(path), key=key, jobs=jobs, progress=progress)
 
 
 def repair(store: Store, problems: list[Problem]) -> list[int]:
-    """Drops what `verify` found that cannot be served, and nothing else; the ids that went. Verify again afterwards."""
+    """Drops the entries and rows in `problems` that cannot be used, and nothing else. Returns the ids of dropped entries."""
     return repairs.repair(store._engine, problems)
 
 
@@ -52,9 +52,9 @@ def salvage(
     key: str | None = None,
     progress: Progress | None = None,
 ) -> Salvaged:
-    """Copies every readable entry of a damaged file to a new one, encrypted with the same key. Leaves the old as it is.
+    """Copies every readable entry of a damaged file to a new file with the same key. The old file stays as it is.
 
-    Where the first page is lost, that of a new store takes its place, in a copy that goes again.
+    If the first page is lost, entries are read from a temporary copy that has the first page of a new store.
     """
     source_path, new_path = _existing(path), db.resolve_new(os.fspath(new))
     refused: KVStoreError | None = None
@@ -79,14 +79,14 @@ def salvage(
 
 
 def _new_file(path: str) -> tuple[int, int] | None:
-    """Creates the empty file that is to be filled; which one it is."""
+    """Creates an empty file and returns its identity."""
     if os.path.lexists(path) or not db.reserve_file(path):
-        raise InvalidInputError(f"{path} is there already", hint="give the name of a new file")
+        raise InvalidInputError(f"{path} exists already", hint="give the name of a new file")
     return db.identity(path)
 
 
 def _salvage_with_first_page(path: str, new: str, progress: Progress | None) -> Salvaged | KVStoreError | None:
-    """Salvages a copy that begins as a new store does: what it gave, or why not; None where it gave nothing."""
+    """Salvages a copy with the first page of a new store. Returns the result or the error; None if no entry was found."""
     copy = f"{new[:200]}.{secrets.token_hex(6)}.tmp"
     try:
         if repairs.with_first_page(path, copy):
@@ -115,13 +115,13 @@ def _remove(path: str) -> None:
 
 
 def backup(store: Store, path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
-    """Copies a store that may be in use to a new file, encrypted with the same key; complete, or not there at all."""
+    """Copies a store, which may be in use, to a new file with the same key. If the copy fails, there is no new file."""
     store.flush()
     copies.backup(store._engine.db, os.fspath(path), progress)
 
 
 def export(store: Store, id: int) -> Exported | None:
-    """An entry with all that belongs to it, None where there is none. Raises CorruptStoreError where it is damaged."""
+    """An entry with all its data; None if there is no such entry. Raises CorruptStoreError if it is damaged."""
     store.flush()
     try:
         return copies.export(store._engine, id)
@@ -130,13 +130,13 @@ def export(store: Store, id: int) -> Exported | None:
 
 
 def restore(store: Store, item: Exported) -> Entry | None:
-    """Puts an exported entry as what it was, under its own fingerprint; parents first. None where it has expired."""
+    """Puts an exported entry with its own id, times and fingerprint. Restore parents first. None if it has expired."""
     store.flush()
     return copies.restore(store._engine, item)
 
 
 def fingerprint(store: Store, id: int) -> str:
-    """The fingerprint that an entry was put with. Raises NotFoundError."""
+    """The fingerprint under which an entry was put. Raises NotFoundError."""
     store.flush()
     with store._engine.db.read() as c:
         found = queries.fingerprint_of(c, id)
@@ -158,12 +158,12 @@ def listing(
     shared: bool | None = None,
     text: str | None = None,
 ) -> Iterator[Entry]:
-    """The live entries for which all that is given holds; memory does not grow with their number, but with `limit`.
+    """The live entries that match all given filters.
 
-    order: "used", "created", "size", "stored", "tokens" or "hits", the largest or latest first; "used" has an index, the
-    others read one row of each entry. Without an order entries come in pages, in no particular order; with one and without
-    a limit all are held. unused: never restored. idle: not used for this many seconds. parent: stored against this id.
-    shared: stored against any (True), or whole (False). text: in the excerpt, whatever the case of ASCII letters.
+    order: "used", "created", "size", "stored", "tokens" or "hits", largest or latest first. "used" has an index; the others
+    read one row of each entry. Without an order, entries are read in pages, in no particular order. With an order, `limit`
+    entries are in memory (without a limit: all). unused: never restored. idle: not used for this number of seconds. parent:
+    stored against this id. shared: stored as a delta (True) or whole (False). text: in the excerpt, ignoring ASCII case.
     """
     if order is not None and order not in queries_lists.ORDERS:
         raise InvalidInputError(f"order is {order!r}", hint=f"give one of {', '.join(queries_lists.ORDERS)}")
@@ -205,7 +205,7 @@ def _listed(store: Store, wanted: queries_lists.Filter, order: str | None, limit
 
 
 def parents(store: Store) -> Iterator[Entry]:
-    """The entries that others are stored against, in no particular order; read in pages."""
+    """The entries that other entries are stored against, in no particular order; read in pages."""
     store.flush()
     engine, after = store._engine, queries_lists.FIRST
     while True:
@@ -219,21 +219,21 @@ def parents(store: Store) -> Iterator[Entry]:
 
 
 def find(store: Store, start: str, limit: int = 100) -> list[Entry]:
-    """Up to `limit` entries whose hex id begins with these 1 to 16 digits, in the order of their ids."""
+    """Up to `limit` entries whose hex id begins with `start` (1 to 16 digits), in the order of ids."""
     if not re.fullmatch("[0-9a-fA-F]{1,16}", start):
         raise InvalidInputError(f"{start!r} is not the start of an id", hint="ids are 1 to 16 hex digits")
     store.flush()
     engine = store._engine
     low, high = int(start.ljust(16, "0"), 16), int(start.ljust(16, "f"), 16)
     with engine.db.read() as c:
-        # The first digit holds the sign bit, so the range does not change its sign.
+        # The first digit contains the sign bit, so all ids of the range have the same sign.
         wanted = queries_lists.Filter(fingerprint=engine.scope(c), ids=(queries.signed(low), queries.signed(high)))
         found, _ = queries_lists.page(c, wanted, queries_lists.FIRST, check_int(limit, "limit", 1), engine.now())
     return [engine.with_uses(entry) for entry in found]
 
 
 def families(store: Store) -> Iterator[FamilyStats]:
-    """All families, also those that `Store.stats` leaves out, in no particular order; read in pages."""
+    """All families, including those that `Store.stats` omits, in no particular order; read in pages."""
     store.flush()
     after = queries_lists.FIRST
     while True:
@@ -246,14 +246,14 @@ def families(store: Store) -> Iterator[FamilyStats]:
 
 
 def head(store: Store, id: int) -> bytes | None:
-    """The header of the file that an entry came in, for `slotfile.with_head`; None where it came in no file."""
+    """The header of the file that an entry was put from, for `slotfile.with_head`; None if it was not put from a file."""
     store.flush()
     with store._engine.db.read() as c:
         return queries.head(c, id)
 
 
 def wipe(store: Store) -> None:
-    """Writes the file anew, so that nothing deleted is left in it or its log. Needs room for two copies of it."""
+    """Rewrites the file, so that no deleted data is left in it or its log. Needs disk space for two copies of the file."""
     store.flush()
     copies.wipe(store._engine)
 

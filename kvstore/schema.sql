@@ -1,4 +1,4 @@
--- kvstore, schema version 2. This file creates an empty store; the views at the end are for people.
+-- kvstore, schema version 2. This file creates an empty store; the views at the end are for the sqlite3 shell.
 --
 -- What must hold, always, in every committed state of the file (`kvstore verify` checks each by the name given):
 --   whole-entry      an entry has one row in meta and one 'main' blob; a 'draft' blob is optional.

@@ -1,11 +1,11 @@
 """The steps from each schema version to the next, and how they are run.
 
 The step to version N is the folder `vN` here, whose `STEP` says what it does; it is found by its name, so a new version
-adds a folder and changes nothing else. A step is frozen when it is released: it brings its own schema and helpers, since
-what the rest of kvstore does for the newest version may change (tests/test_migrations_frozen.py lists what it may import).
+adds a folder and changes nothing else. A step is frozen when it is released: it has its own schema and helpers, since
+the rest of kvstore follows the newest version (tests/test_migrations_frozen.py lists what a step may import).
 
-A step that rebuilds writes a new file beside the old one (see `files`); the others change the file in place, after a copy.
-Each commits together with its version number, so a process killed at any moment leaves a store that is whole.
+A step that rebuilds writes a new file beside the old one (see `files`). Other steps change the file in place, after a copy.
+Each step commits together with its version number, so a process killed at any moment leaves a complete store.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def steps() -> list[Step]:
 
 
 def plan(c: Connection, version: int) -> list[Step]:
-    """The steps that a file of this version would take, without running them. Raises MigrationError where it cannot."""
+    """The steps for a file of this version, without running them. Raises MigrationError if the file cannot take them."""
     ahead = [step for step in steps() if step.number > version]
     if ahead:
         _require(ahead[0], c)
@@ -46,13 +46,13 @@ def plan(c: Connection, version: int) -> list[Step]:
 
 
 def _require(step: Step, c: Connection) -> None:
-    """Raises MigrationError where the file cannot take the step."""
+    """Raises MigrationError if the file cannot take the step."""
     if (problem := step.precondition(c)) is not None:
         raise MigrationError(f"step {step.number}, {step.name}: {problem}", version=step.number - 1)
 
 
 def dry_run(database: Database, version: int) -> Plan:
-    """What `run` would do with this file, which may be open read-only."""
+    """The plan that `run` would follow for this file, which may be open read-only."""
     path = os.path.realpath(database.path)
     ahead = [step for step in steps() if step.number > version]
     outcome, needed, problem = Outcome(0), 0, None
@@ -63,7 +63,7 @@ def dry_run(database: Database, version: int) -> Plan:
         if ahead and problem is None:
             outcome, needed = ahead[0].examine(c), _room(ahead, c, path)
     if problem is None and needed > free:
-        problem = f"{needed} bytes are needed on the disk, {free} are free"
+        problem = f"{needed} bytes are needed on the disk, but only {free} are free"
     return Plan(
         path=database.path,
         from_version=version,
@@ -79,10 +79,10 @@ def dry_run(database: Database, version: int) -> Plan:
 
 
 def run(database: Database, version: int, progress: Progress | None = None, *, backup: bool = True) -> Report | None:
-    """Brings the file to the newest version; None where another process has just done it. `database` is open on it then.
+    """Upgrades the file to the newest version and reopens `database`. None if another process has just done it.
 
-    backup=False does not keep the old file. Raises MigrationError, DiskFullError, BusyError; the old store is then as it
-    was, or of a version between, where a later step that writes a new file could not be taken.
+    backup=False: do not keep the old file. Raises MigrationError, DiskFullError or BusyError. The store is then as it was,
+    or of a version in between if a later step that writes a new file failed.
     """
     newest = max(step.number for step in steps())
     report = _run_some(database, version, progress, backup=backup)
@@ -101,7 +101,7 @@ def run(database: Database, version: int, progress: Progress | None = None, *, b
 
 
 def _run_some(database: Database, version: int, progress: Progress | None, *, backup: bool) -> Report | None:
-    """Takes the steps up to the next one that writes a new file, which needs this one's on the disk and locked."""
+    """Takes the steps up to the next one that writes a new file; that one needs this file on the disk, and locked."""
     started = time.monotonic()
     tell = progress or (lambda done, total: None)
     path = os.path.realpath(database.path)
@@ -132,7 +132,7 @@ def _run_some(database: Database, version: int, progress: Progress | None, *, ba
 
 
 def _room(steps: list[Step], c: Connection, path: str) -> int:
-    """The bytes that the disk must have free: the new file, or the copy and as much again for what the steps write."""
+    """The bytes that must be free on the disk: for the new file; or for the copy, and as much for changes in place."""
     first = steps[0]
     return first.room(c) if first.room is not None else 2 * os.stat(path).st_size
 
@@ -140,7 +140,7 @@ def _room(steps: list[Step], c: Connection, path: str) -> int:
 def _rebuild(
     database: Database, path: str, old: Connection, steps: list[Step], backup: str | None, progress: Progress
 ) -> list[Outcome]:
-    """Takes the steps in a new file, the first one out of the old file; the new one then takes the old one's name."""
+    """Takes the steps in a new file; the first step reads the old file. The new file then replaces the old one."""
     new = path + files.UPGRADING
     outcomes: list[Outcome] = []
 
@@ -158,7 +158,7 @@ def _rebuild(
             made = files.keep(path, backup, old, database)
         files.replace(new, path, old)
     except BaseException:
-        if files.identity(path) == old_file:  # else the new file has the name, and the backup is all there is of the old one
+        if files.identity(path) == old_file:  # else the new file has the name, and only the backup has the old content
             files.remove(new)
             if made and backup is not None:
                 with suppress(OSError):
@@ -170,7 +170,7 @@ def _rebuild(
 def _in_place(
     database: Database, c: Connection, steps: list[Step], backup: str | None, progress: Progress
 ) -> list[Outcome]:
-    """Takes the steps in the file itself, each in its own transaction; the first one is that of the lock."""
+    """Takes the steps in the file itself, each in its own transaction. The first transaction is the one of the lock."""
     if backup is not None:
         files.copy(c, backup, database)
     outcomes: list[Outcome] = []

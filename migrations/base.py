@@ -1,4 +1,4 @@
-"""What a migration is, and what an upgrade has to say."""
+"""The records of migrations: steps, plans and reports."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 from kvstore.storage.db import Connection
 
 Progress: TypeAlias = Callable[[int, int], object]
-"""Called with the entries done and their number."""
+"""Called with the number of entries done and the number of all entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One thing to know of one entry after an upgrade: what could not be read, or why it was left out."""
+    """One note about one entry: what could not be read, or why the entry was left out."""
 
     id: int
     what: str
@@ -26,7 +26,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one step did, or would do: the entries that are kept, and what there is to say of them."""
+    """The result of one step, done or planned: the number of entries that are kept, and notes about entries."""
 
     entries: int
     records: tuple[Record, ...] = ()
@@ -34,13 +34,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """From schema version `number - 1` to `number`. A step that changes the file in place needs the first four.
+    """From schema version `number - 1` to `number`. A step that changes the file in place needs only the first four fields.
 
-    apply(old, new, progress): does it, inside a transaction of `new` that sets the version number as well. `old` is the
+    apply(old, new, progress): takes the step, inside a transaction of `new` that also sets the version number. `old` is the
         same connection, unless the step `rebuilds`: then `new` is an empty file.
     precondition(c): None, or why this file cannot take the step.
-    examine(c): what `apply` would do, as far as can be told without reading states.
-    room(c): the most bytes that the new file can have; only where a new file is written.
+    examine(c): what `apply` would do, as far as it can be told without reading states.
+    room(c): the maximum size of the new file in bytes; only for steps that rebuild.
     """
 
     number: int
@@ -60,7 +60,7 @@ def count_entries(c: Connection) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an upgrade did. `backup` is the old file, None where it was not kept; `seconds` is what it took."""
+    """The result of an upgrade. `backup` is the path of the old file, None if it was not kept."""
 
     path: str
     from_version: int
@@ -85,9 +85,9 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an upgrade would do. `problem` says why it cannot be done, None where it can.
+    """The plan of an upgrade. `problem` says why the upgrade is impossible; None if it is possible.
 
-    `records` lacks the deltas that turn out not to decode. `needed` and `free` are bytes on the disk beside the old file.
+    `records` cannot list deltas that will fail to decode. `needed` and `free` are bytes on the disk beside the old file.
     """
 
     path: str

@@ -1,13 +1,13 @@
 """The files of an upgrade: the lock on the old store, the new one beside it, the backup, and the moment they change names.
 
-    1. The old file is made self-contained (its log copied into it and switched off) and locked against readers and writers.
+    1. The log of the old file is copied into it and switched off. The file is locked against readers and writers.
     2. The new store is built in `<file>.upgrading`, synced and closed.
     3. The old file gets a second name, `<file>.v1-backup`: no copy, so the disk holds two stores, not three.
-    4. The new file is renamed over the first name. Until here the old store is what anyone opens, from here the new one.
+    4. The new file is renamed over the first name. Before this, every process opens the old store; afterwards, the new one.
 
 A process killed before 4 leaves the old store, a file that the next upgrade starts again, and at worst a second name of
-the old file, which the next upgrade takes as its backup. A process that still has the old file open can not write to it:
-SQLite sees that it was renamed (SQLITE_READONLY_DBMOVED) before it makes a journal, and a log is off since 1.
+the old file, which the next upgrade takes as its backup. A process that still has the old file open cannot write to it:
+SQLite sees that it was renamed (SQLITE_READONLY_DBMOVED) before it makes a journal, and the log is switched off in step 1.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from kvstore.storage.db import Connection, Database
 from kvstore.util import fsutil
 
 UPGRADING = ".upgrading"
-RETRY_SECONDS = 0.05  # between tries to have the file alone
+RETRY_SECONDS = 0.05  # between attempts to lock the file
 LEFTOVERS = ("", "-journal", "-wal", "-shm")
 
 
 def identity(path: str) -> tuple[int, int]:
-    """Which file has this name now."""
+    """The identity of the file that has this name now."""
     found = os.stat(path)
     return found.st_dev, found.st_ino
 
 
 @contextmanager
 def locked(database: Database) -> Iterator[Connection]:
-    """A connection to the file that has the name, under a lock that keeps everyone else out of it.
+    """Yields a connection to the file at the path of the store, with an exclusive lock.
 
-    The lock is let go before the block ends where the block commits or closes.
+    The lock ends with the block, or earlier if the block commits or closes.
     """
     path = database.path
     give_up = time.monotonic() + database.timeout
@@ -51,29 +51,29 @@ def locked(database: Database) -> Iterator[Connection]:
                 with db.translated(path):
                     if c.pragma("journal_mode") == "wal":
                         c.pragma("journal_mode", "delete")
-                    c.pragma("locking_mode", "exclusive")  # also between the transactions
+                    c.pragma("locking_mode", "exclusive")  # also between transactions
                     c.execute("BEGIN EXCLUSIVE")
             except BusyError as error:
-                if time.monotonic() < give_up:  # SQLite does not wait where it would leave the journal mode
+                if time.monotonic() < give_up:  # SQLite does not wait when it changes the journal mode
                     time.sleep(RETRY_SECONDS)
                     continue
                 what = "being upgraded by another process" if os.path.exists(path + UPGRADING) else "open in another process"
                 raise BusyError(
-                    f"{path} is {what}", path=path, hint="an upgrade needs the file alone: try again later"
+                    f"{path} is {what}", path=path, hint="an upgrade needs exclusive access to the file: try again later"
                 ) from error
             try:
-                # Who waited for another's upgrade holds the old file, and starts again with the new one.
+                # If another process upgraded the file while this one waited, the old file is open here: start again.
                 if identity(path) == before:
                     yield c
                     return
             finally:
-                with suppress(KVStoreError), db.translated(path):  # closed, where the old file had to be
+                with suppress(KVStoreError), db.translated(path):  # the connection may be closed already
                     if not c.get_autocommit():
                         c.execute("ROLLBACK")
 
 
 def backup_name(path: str, version: int) -> str:
-    """A name for the backup that no other file has; one that the old file has already, from an upgrade cut short."""
+    """An unused name for the backup, or the name that an interrupted upgrade gave to the old file."""
     name = first = f"{path}.v{version}-backup"
     n = 1
     while os.path.lexists(name) and not (os.path.exists(name) and os.path.samefile(name, path)):
@@ -83,15 +83,15 @@ def backup_name(path: str, version: int) -> str:
 
 
 def check_room(path: str, needed: int) -> None:
-    """Raises DiskFullError where the disk has not so many bytes free."""
+    """Raises DiskFullError if the disk does not have this number of bytes free."""
     free = free_bytes(path)
     if free < needed:
         raise DiskFullError(
-            f"to upgrade {path}, {needed / (1 << 20):.1f} MiB are needed beside it, {free / (1 << 20):.1f} MiB are free",
+            f"to upgrade {path}, {needed / (1 << 20):.1f} MiB are needed beside it, and {free / (1 << 20):.1f} MiB are free",
             path=path,
             needed=needed,
             free=free,
-            hint="free some space on the disk, or move the file to one that has it",
+            hint="free some space on the disk, or move the file to a larger disk",
         )
 
 
@@ -100,15 +100,15 @@ def free_bytes(path: str) -> int:
 
 
 def build(database: Database, path: str, fills: Sequence[Callable[[Connection], None]]) -> None:
-    """Makes the file `path` with what `fills` write, a transaction each; it is on the disk afterwards, or is not there."""
+    """Creates the file `path` and calls `fills`, each in a transaction. The file is synced; if a call fails, it is removed."""
     remove(path)
     db.reserve_file(path)
     try:
         new = database.sibling(path)
         try:
             with new.exclusive() as c:
-                # A cut-off build is thrown away, so it needs no journal; the commit syncs the file.
-                # SQLite counts the cache in pages of the size before: 124 MiB instead of 8 where it is not told again.
+                # An interrupted build is deleted, so it does not need a journal; the commit syncs the file.
+                # The cache size is set again: SQLite keeps it in pages of the old size, which would be 124 MiB instead of 8.
                 for pragma, value in (
                     ("page_size", db.PAGE_SIZE),
                     ("auto_vacuum", db.AUTO_VACUUM),
@@ -117,7 +117,7 @@ def build(database: Database, path: str, fills: Sequence[Callable[[Connection], 
                 ):
                     c.pragma(pragma, value)
                     if c.pragma(pragma) != value:
-                        raise StoreIOError(f"{path}: PRAGMA {pragma} can not be set to {value!r}", path=path)
+                        raise StoreIOError(f"{path}: PRAGMA {pragma} cannot be set to {value!r}", path=path)
             for fill in fills:
                 with new.write() as c:
                     fill(c)
@@ -130,7 +130,7 @@ def build(database: Database, path: str, fills: Sequence[Callable[[Connection], 
 
 
 def keep(path: str, backup: str, old: Connection, database: Database) -> bool:
-    """Gives the old file a second name; a copy where the file system knows no second names. False where it had it already."""
+    """Gives the old file a second name, or copies it if hard links are impossible. False if it had that name already."""
     refuse_other(backup, path)
     if os.path.lexists(backup):
         return False
@@ -149,14 +149,14 @@ def keep(path: str, backup: str, old: Connection, database: Database) -> bool:
 
 
 def refuse_other(backup: str, path: str) -> None:
-    """Raises MigrationError where the name of the backup went to another file since it was chosen."""
+    """Raises MigrationError if another file has taken the name of the backup since it was chosen."""
     if os.path.lexists(backup) and not (os.path.exists(backup) and os.path.samefile(backup, path)):
-        raise MigrationError(f"{backup} is there already", path=path, hint="try again: the backup gets another name")
+        raise MigrationError(f"{backup} exists already", path=path, hint="try again: the backup gets another name")
 
 
 def copy(old: Connection, backup: str, database: Database) -> None:
-    """Copies a locked store to a new file, in bites; complete and on the disk, or not there."""
-    old.execute("COMMIT")  # nothing was written; SQLite copies no file that its connection writes to
+    """Copies a locked store to a new file, in steps. The copy is complete and synced; if it fails, it is removed."""
+    old.execute("COMMIT")  # nothing was written; SQLite cannot copy from a connection with an open write transaction
     partial = backup + ".partial"
     remove(partial)
     db.reserve_file(partial)
@@ -188,10 +188,10 @@ def replace(new: str, path: str, old: Connection) -> None:
         if os.path.exists(path + suffix):
             raise MigrationError(f"{path}{suffix} is in use: another process has opened the file", path=path)
     with suppress(FileNotFoundError):
-        os.unlink(path + "-journal")  # empty: a journal with something in it was played back for the lock
+        os.unlink(path + "-journal")  # it is empty: a journal with content was rolled back when the file was locked
     sync_folder(path)
     if sys.platform == "win32":
-        old.close(True)  # nobody may have the file open there, so neither may anyone else write now
+        old.close(True)  # an open file cannot be replaced there; so no other process can have it open and write
     try:
         os.replace(new, path)
     except PermissionError as error:
@@ -200,7 +200,7 @@ def replace(new: str, path: str, old: Connection) -> None:
 
 
 def remove(path: str) -> None:
-    """Removes a file of our own with what SQLite keeps beside it."""
+    """Removes a file of ours and the files that SQLite keeps beside it."""
     for suffix in LEFTOVERS:
         with suppress(FileNotFoundError):
             os.unlink(path + suffix)
@@ -211,5 +211,5 @@ def sync(path: str) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """Makes the names in a file's folder durable."""
+    """Syncs the names in the folder of a file."""
     fsutil.fsync_dir(os.path.dirname(os.path.abspath(path)))

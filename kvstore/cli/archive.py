@@ -234,7 +234,7 @@ def of_tar(
             f"the archive {source} cannot be read to its end: {error}", hint="copy or export it again"
         ) from error
     if n_members and not n_parts:
-        raise SlotFileError(f"the archive {source} does not contain an export", hint="give a file that `kvstore export` wrote")
+        raise SlotFileError(f"the archive {source} holds no export", hint="give a file that `kvstore export` wrote")
     if parts:
         raise SlotFileError(f"the archive {source} ends inside an entry", hint="copy or export it again")
 

@@ -1,4 +1,4 @@
-"""Commands that run something: bench, demo, serve, completion."""
+"""Commands that run programs: bench, demo, serve, completion."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _measure(place: Path, n: int, rounds: int) -> list[tuple[str, float]]:
 @as_json_option
 @click.option("--tokens", type=click.IntRange(800, 6000), default=1000, show_default=True, help="Length of the system prompt.")
 @click.option("--conversations", type=click.IntRange(1, 100), default=5, show_default=True)
-@click.option("--keep", type=click.Path(file_okay=False), help="Work in this folder and leave the files there.")
+@click.option("--keep", type=click.Path(file_okay=False), help="Work in this folder and keep the files.")
 def demo(as_json: bool, tokens: int, conversations: int, keep: str | None) -> int:
     """Show a llama-server that is killed and continues.
 

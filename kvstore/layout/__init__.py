@@ -1,4 +1,4 @@
-"""Layouts of llama.cpp sequence states: where the cells and rows of a state are, and cutting a state at a position.
+"""Layouts of llama.cpp sequence states: finding the cells and rows of a state, cropping and converting it.
 
 layout.parse(blob)           -> Layout: envelope, parts, streams, checkpoints
 layout.crop(blob, n_tokens)  -> the state of the first n_tokens positions

@@ -1,9 +1,9 @@
-"""Rewrites a state for a server whose flags or version changed, but whose model and KV type did not.
+"""Rewrites a state for a server with other flags or of another version, but with the same model and KV type.
 
-What may differ: the envelope, the number of streams and the slot, the stream count and the sequence ids (absent in
+These may differ: the envelope, the number of streams and the slot, the stream count and the sequence ids (absent in
 early 2025), V by rows or transposed (flash attention), rotation words of 0 (absent before October 2026), the extra
-position bytes of M-RoPE (8 or 12), a window saved whole (before June 2026). Rows are moved, never computed: what would
-need other values is refused.
+position bytes of M-RoPE (8 or 12), a window saved whole (before June 2026). Rows are moved, never
+computed: a conversion that would need other values is refused.
 """
 
 from __future__ import annotations
@@ -36,25 +36,24 @@ def convert(
 ) -> Bytes:
     """The state as the server that wrote `like` would have written it. shape (n_bytes,), uint8, newly allocated.
 
-    `like` is a state of the same model and KV type, or its layout; a single token will do. `tokens` (int32, one a cell)
-    are needed where a state in memory becomes a file, or gains the token in its M-RoPE bytes. `slot` is the slot it is
-    for; None: that of `like`. `checkpoints` says whether they are rewritten too or left out; None: left out where
-    `like` shows that its server does not read them. A window from a server that wrote none gets one at its end. Raises
-    LayoutError, which says what differs, where the states are of different models or KV types, or rows would have to
-    be computed.
+    `like` is a state of the same model and KV type, or its layout; a state of one token is enough. `tokens` (int32, one a
+    cell) are needed if a state in memory becomes a file, or if its M-RoPE bytes gain the token. `slot` is the target slot;
+    None: the slot of `like`. `checkpoints`: whether checkpoints are rewritten or left out; None: left out if `like` shows
+    that its server does not read them. A window without a checkpoint gets one at its end. Raises LayoutError, which says
+    what differs, if the states are of different models or KV types, or if rows would have to be computed.
     """
     data = as_u8(blob)
     layout = parse(data)
     target = like if isinstance(like, Layout) else parse(like)
-    for name, found in (("the state", layout), ("the state to be like", target)):
+    for name, found in (("the state", layout), ("the template state", target)):
         if found.envelope in _NO_SEQUENCE:
-            raise LayoutError(f"{name} is that of a whole context, not of one sequence")
+            raise LayoutError(f"{name} is the state of a whole context, not of one sequence")
         if found.tail is not None:
-            raise LayoutError(f"{name} holds bytes that are not understood")
+            raise LayoutError(f"{name} has bytes that are not understood")
     if slot is None:
         slot = _slot_of(target) if isinstance(like, Layout) else _sequence_id(as_u8(like), target)
     elif not 0 <= slot < MAX_SEQ:
-        raise LayoutError(f"slot is {slot}, 0 to {MAX_SEQ - 1} expected")
+        raise LayoutError(f"slot must be in [0, {MAX_SEQ - 1}]; it is {slot}")
     ids = _tokens(data, layout, tokens)
     rewrite = _Rewrite(target, slot, ids)
     parts = rewrite.parts(data, layout.parts, target.parts)
@@ -74,7 +73,7 @@ def convert(
 
 
 def _slot_of(like: Layout) -> int:
-    """The slot that holds the cells of `like`; 0 where all slots share one stream."""
+    """The slot that has the cells of `like`; 0 if all slots share one stream."""
     for part in like.attention:
         for i, stream in enumerate(part.streams):
             if stream.n_cells:
@@ -83,7 +82,7 @@ def _slot_of(like: Layout) -> int:
 
 
 def _sequence_id(data: Bytes, like: Layout) -> int:
-    """The sequence id that the cells of `like` carry."""
+    """The sequence id of the cells of `like`."""
     for part in like.attention:
         stream = part.data_stream
         if stream is not None and part.n_seq:
@@ -93,10 +92,10 @@ def _sequence_id(data: Bytes, like: Layout) -> int:
 
 
 def _reads_checkpoints(like: Layout) -> bool:
-    """Whether the server that wrote `like` may read checkpoints, which a short state does not show by having some.
+    """Whether the server that wrote `like` reads checkpoints. A short state may have none, so other signs decide.
 
-    llama-server writes them since October 2026, as it writes file version 4 and rotation words; before, it ignores
-    them. The engine's own functions never do: their memory has a header, and their files list the tokens plainly.
+    Since October 2026, llama-server writes checkpoints, file version 4 and rotation words. Older servers ignore
+    checkpoints, and so do llama.cpp's own functions: their states in memory have a header, their files a plain token list.
     """
     if like.checkpoints is not None:
         return True
@@ -117,7 +116,7 @@ def _head(data: Bytes, layout: Layout, target: Layout, slot: int, tokens: Tokens
     if target.envelope == "sequence, with header":
         return [struct.pack("<Ii", HEADER_MAGIC, slot)]
     if tokens is None:
-        raise LayoutError("a slot file lists the tokens, and a state in memory does not", hint="give tokens=")
+        raise LayoutError("a slot file needs the tokens, and a state in memory does not have them", hint="give tokens=")
     head = read_head(data) if layout.envelope == "slot file" else None
     media, padding = (head.media, head.padding) if head is not None else ((), b"")
     try:
@@ -127,7 +126,7 @@ def _head(data: Bytes, layout: Layout, target: Layout, slot: int, tokens: Tokens
 
 
 class _Rewrite:
-    """Rewrites parts for the server of `like`; cells carry the id `slot`, `tokens` are those of the state."""
+    """Rewrites parts for the server of `like`. Cells get the id `slot`; `tokens` are the tokens of the state."""
 
     def __init__(self, like: Layout, slot: int, tokens: Tokens | None) -> None:
         self.like = like
@@ -135,7 +134,7 @@ class _Rewrite:
         self.tokens = tokens
 
     def parts(self, data: Bytes, old: tuple[Part, ...], new: tuple[Part, ...]) -> list[Piece]:
-        """`old`, parts of `data`, as the parts `new` are written."""
+        """The parts `old` of `data`, written in the form of the parts `new`."""
         if [p.kind for p in old] != [p.kind for p in new]:
             raise LayoutError("the states have different parts: they are of different models")
         out: list[Piece] = []
@@ -151,13 +150,13 @@ class _Rewrite:
     def _attention(self, data: Bytes, old: AttentionPart, new: AttentionPart) -> list[Piece]:
         stream = old.data_stream
         if stream is None or old.n_seq not in (0, 1):
-            raise LayoutError("the cells are not those of one sequence")
+            raise LayoutError("the cells do not belong to one sequence")
         if new.data_stream is None:
-            raise LayoutError("the state to be like has no cells of one sequence")
+            raise LayoutError("the template state has no cells of a single sequence")
         if old.row_sizes != new.row_sizes:
-            raise LayoutError("layers, types or row sizes differ: another model, or another KV type")
+            raise LayoutError("layers, types or row sizes differ: the template is of another model, or has another KV type")
         if (old.rotation or (0, 0)) != (new.rotation or (0, 0)):
-            raise LayoutError(f"the rows are rotated differently: {old.rotation} here, {new.rotation} there")
+            raise LayoutError(f"the rows are rotated differently: {old.rotation} in the state, {new.rotation} in the template")
         kept = kept_runs(self.window(stream, new))
         at = self._stream_index(new)
         n_kept = sum(b - a for a, b in kept)
@@ -180,11 +179,11 @@ class _Rewrite:
         if new.n_stream is None or new.n_stream == 1:
             return 0
         if not 0 <= self.slot < new.n_stream:
-            raise LayoutError(f"slot {self.slot} is none of the {new.n_stream} of the state to be like")
+            raise LayoutError(f"slot {self.slot} is not one of the {new.n_stream} slots of the template state")
         return self.slot
 
     def window(self, stream: Stream, new: AttentionPart) -> npt.NDArray[np.bool_]:
-        """The cells that go along: all, or of a window that is saved whole here and filtered there, the window's."""
+        """The cells to keep. If the state has a whole window and the template a filtered one, those in the window; else all."""
         full = max(p.n_cells for p in self.like.attention)
         if new.n_cells == full or stream.n_cells <= new.n_cells:
             return np.ones(stream.n_cells, np.bool_)
@@ -206,22 +205,22 @@ class _Rewrite:
             table[:, 8:16] = ext
             table[:, 16:20] = _column(self._token_at(pos))
         else:
-            raise LayoutError(f"cells have {old.cell_ext} extra position bytes here, {new.cell_ext} there")
+            raise LayoutError(f"cells have {old.cell_ext} extra position bytes in the state, {new.cell_ext} in the template")
         if n_ids:
             table[:, 8 + new.cell_ext :] = _column(np.full(pos.shape, self.slot))
         return table.reshape(-1)
 
     def _token_at(self, pos: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The token of each cell; a position is an index only where no image shares positions."""
+        """The token of each cell. A position is the index of its token unless the tokens of an image share positions."""
         if self.tokens is None:
-            raise LayoutError("the cells of the state to be like hold their tokens", hint="give tokens=")
+            raise LayoutError("the cells of the template state contain their tokens", hint="give tokens=")
         if np.unique(pos).shape != pos.shape or int(pos.max()) >= self.tokens.shape[0]:
-            raise LayoutError("the cells' tokens cannot be told: positions are not those of the tokens")
+            raise LayoutError("the tokens of the cells cannot be told: positions are not token indices")
         return self.tokens[pos]
 
 
 class _Moved(Writer):
-    """The cells `kept` of a tensor, by rows or transposed, whichever way it is stored."""
+    """The cells `kept` of a tensor, written by rows or transposed, whichever way they are stored."""
 
     def __init__(
         self, data: Bytes, section: Section, stream: Stream, kept: list[tuple[int, int]], transposed: bool
@@ -269,28 +268,28 @@ def _checkpoints(data: Bytes, layout: Layout, rewrite: _Rewrite) -> list[Piece]:
     out: list[Piece] = [CHECKPOINT_MAGIC + struct.pack("<II", CHECKPOINT_VERSION, len(layout.checkpoints))]
     for c in layout.checkpoints:
         if c.draft[0] != c.draft[1] or c.speculative[0] != c.speculative[1]:
-            raise LayoutError(f"the checkpoint at {c.n_tokens} holds the state of a draft model")
+            raise LayoutError(f"the checkpoint at {c.n_tokens} tokens has the state of a draft model")
         blob = data[c.target[0] : c.target[1]]
         target: list[Piece] = []
         if len(blob):
             partial = parse(blob)
             places = places_of(partial.parts, layout.parts)
             if places is None or partial.tail is not None:
-                raise LayoutError(f"the checkpoint at {c.n_tokens} tokens is not part of this state")
+                raise LayoutError(f"the checkpoint at {c.n_tokens} tokens does not belong to this state")
             target = rewrite.parts(blob, partial.parts, tuple(rewrite.like.parts[i] for i in places))
         out.extend(_record(c.n_tokens, c.pos_min, c.pos_max, target, rewrite.slot))
     return out
 
 
 def _new_checkpoint(data: Bytes, layout: Layout, rewrite: _Rewrite) -> list[Piece]:
-    """A checkpoint of the state itself, where it has a window: llama-server goes on from a window by a checkpoint alone.
+    """A checkpoint of the state itself, if it has a window: llama-server continues a window only from a checkpoint.
 
-    It holds the parts from the window on, as the server's own do, and like those has 0 for its first position.
+    It has the parts from the window on and 0 as its first position, as the checkpoints of the server do.
     """
     cells = {}  # of each attention cache, by its index among the parts
     for i, (a, b) in enumerate(zip(layout.parts, rewrite.like.parts, strict=True)):
         if isinstance(a, AttentionPart) and isinstance(b, AttentionPart):
-            assert a.data_stream is not None  # `_Rewrite.parts` has seen to it
+            assert a.data_stream is not None  # `_Rewrite.parts` has checked it
             cells[i] = int(rewrite.window(a.data_stream, b).sum())
     full = max(cells.values(), default=0)
     first = next((i for i, n in cells.items() if n < full), None)
@@ -303,7 +302,7 @@ def _new_checkpoint(data: Bytes, layout: Layout, rewrite: _Rewrite) -> list[Piec
 
 
 def _record(n_tokens: int, pos_min: int, pos_max: int, target: list[Piece], slot: int) -> list[Piece]:
-    """A checkpoint whose target blob has the parts `target`; empty where there are none."""
+    """A checkpoint whose target blob has the parts `target`; the blob is empty if there are none."""
     blob = [struct.pack("<Ii", HEADER_MAGIC, slot), *target] if target else []
     size = sum(p.size if isinstance(p, Writer) else len(p) for p in blob)
     return [struct.pack("<qiiQ", n_tokens, pos_min, pos_max, size), *blob, bytes(16)]

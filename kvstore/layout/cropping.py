@@ -1,10 +1,10 @@
-"""Cuts a state back to its first tokens, as the engine would have written it after so many.
+"""Crops a state to its first tokens: the result is the state that the engine would have written after those tokens.
 
-A state of pure attention loses the cells at and after the cut, and their rows. A window or a recurrent state cannot be
-cut back; where the state carries a checkpoint of exactly so many tokens, the caches before it are cut, and the
-checkpoint's partial state (its target blob without the io header) takes the place of the parts it repeats. Tried with
-llama-server of October 2026 on gemma3 and jamba: it goes on from such a state with the same tokens. From a bare window
-it does not (it asks for cells from before the window), but from a checkpoint: there, the checkpoint stays as well.
+In a state of pure attention, the cells at and after the new end are removed, with their rows. A window or a recurrent state
+cannot be cropped. If the state has a checkpoint at exactly the wanted number of tokens, the other caches are cropped, and
+the partial state in the checkpoint (its target blob without the io header) replaces the parts that it repeats. Measured with
+llama-server of October 2026 on gemma3 and jamba: the server continues such a state with the same tokens. It does not continue
+a bare window, since it needs cells from before the window; so the checkpoint of a window is kept, too.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .parsing import CHECKPOINT_MAGIC, CHECKPOINT_VERSION, parse
 from .reader import HEADER_BYTES
 from .types import AttentionPart, Checkpoint, Layout, Part
 
-# Up to so many runs of neighbouring cells are copied as slices; more are gathered by index.
+# Up to this number of runs, cells are copied as slices; more runs are gathered by index.
 _MAX_RUNS = 64
 
 
 class Writer:
-    """Bytes that are made where they go: `write` fills `out`, uint8 of shape (size,)."""
+    """Bytes that are computed in place: `write` fills `out`, uint8 of shape (size,)."""
 
     size: int
 
@@ -64,9 +64,9 @@ Piece: TypeAlias = bytes | Bytes | Writer
 def crop(blob: Blob, n_tokens: int) -> Bytes:
     """The state of the first `n_tokens` tokens. shape (n_bytes,), uint8, newly allocated.
 
-    The envelope stays: of a slot file the token list is cut as well, and earlier checkpoints are kept. With all of the
-    state's tokens it is a copy. Raises LayoutError where the state is not understood, has fewer tokens, or
-    cannot be cut there (`Layout.crop_limit` gives the nearest count that works).
+    The envelope stays the same. The token list of a slot file is cropped too, and earlier checkpoints are kept. For all
+    tokens of the state the result is a copy. Raises LayoutError if the state is not understood, has fewer tokens, or cannot
+    be cropped there (`Layout.crop_limit` gives the nearest count that works).
     """
     data = as_u8(blob)
     layout = parse(data)
@@ -80,7 +80,7 @@ def crop(blob: Blob, n_tokens: int) -> Bytes:
     if n > whole:
         raise LayoutError(f"cannot cut to {n} tokens: the state has {whole}", n_tokens=whole)
     if layout.can_crop:
-        parts = [piece for part in layout.attention for piece in cut_part(data, part, n)]
+        parts = [piece for part in layout.attention for piece in crop_part(data, part, n)]
         kept = [c for c in layout.checkpoints or () if c.n_tokens < n]
     else:
         parts, has_window = _from_checkpoint(data, layout, n)
@@ -107,7 +107,7 @@ def assemble(pieces: list[Piece]) -> Bytes:
 
 
 def _head(data: Bytes, layout: Layout, n: int) -> list[Piece]:
-    """What stands before the state, with the token list cut to `n`."""
+    """The bytes before the state, with the token list cropped to `n`."""
     if layout.envelope != "slot file":
         return [data[: layout.state_at]]
     head = read_head(data)
@@ -123,7 +123,7 @@ def _head(data: Bytes, layout: Layout, n: int) -> list[Piece]:
 
 
 def _appendix(data: Bytes, kept: list[Checkpoint]) -> list[Piece]:
-    """The checkpoints that are kept; nothing where there are none."""
+    """The checkpoints that are kept; nothing if there are none."""
     if not kept:
         return []
     head = CHECKPOINT_MAGIC + struct.pack("<II", CHECKPOINT_VERSION, len(kept))
@@ -136,15 +136,15 @@ def table_width(stream: Stream, part: AttentionPart) -> int:
     return 8 + part.cell_ext + 4 * part.n_seq
 
 
-def cut_part(data: Bytes, part: AttentionPart, limit: int) -> list[Piece]:
-    """The cache without the cells at position `limit` and after it. Its cells have equal numbers of sequence ids."""
+def crop_part(data: Bytes, part: AttentionPart, limit: int) -> list[Piece]:
+    """The cache without the cells at position `limit` and above. All its cells have the same number of sequence ids."""
     out: list[Piece] = [data[part.start : part.streams[0].start]]
     for stream in part.streams:
-        out.extend(_cut_stream(data, part, stream, limit))
+        out.extend(_crop_stream(data, part, stream, limit))
     return out
 
 
-def _cut_stream(data: Bytes, part: AttentionPart, stream: Stream, limit: int) -> list[Piece]:
+def _crop_stream(data: Bytes, part: AttentionPart, stream: Stream, limit: int) -> list[Piece]:
     n = stream.n_cells
     runs = kept_runs(stream.pos < limit)
     n_kept = sum(b - a for a, b in runs)
@@ -168,7 +168,7 @@ def kept_runs(kept: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 def _from_checkpoint(data: Bytes, layout: Layout, n: int) -> tuple[list[Piece], bool]:
-    """The parts of a state whose last parts come from the checkpoint of `n` tokens; whether a window is among those."""
+    """The parts of the state, the last ones from the checkpoint at `n` tokens; and whether those include a window."""
     found = next((c for c in layout.checkpoints or () if c.n_tokens == n and c.target[0] < c.target[1]), None)
     if layout.envelope in ("context", "session file") or layout.tail is not None or found is None:
         raise LayoutError(_why_not(layout, n), checkpoints=list(layout.crop_points))
@@ -178,7 +178,7 @@ def _from_checkpoint(data: Bytes, layout: Layout, n: int) -> tuple[list[Piece], 
         partial = parse(target)
     except LayoutError as e:
         raise LayoutError(f"cannot cut to {n} tokens: the checkpoint there is not understood") from e
-    foreign = LayoutError(f"cannot cut to {n} tokens: the checkpoint there is not part of this state")
+    foreign = LayoutError(f"cannot cut to {n} tokens: the checkpoint there does not belong to this state")
     places = places_of(partial.parts, layout.parts)
     if partial.checkpoints is not None or partial.tail is not None or places is None:
         raise foreign
@@ -193,17 +193,17 @@ def _from_checkpoint(data: Bytes, layout: Layout, n: int) -> tuple[list[Piece], 
             pieces.append(target[new.start : new.stop])
         elif not isinstance(part, AttentionPart):
             raise foreign
-        elif not _can_cut(part, found):
+        elif not _can_crop(part, found):
             raise LayoutError(f"cannot cut to {n} tokens: a cache lacks positions below {limit}")
         else:
-            pieces.extend(cut_part(data, part, limit))
+            pieces.extend(crop_part(data, part, limit))
     return pieces, bool(partial.attention)
 
 
 def places_of(partial: tuple[Part, ...], parts: tuple[Part, ...]) -> list[int] | None:
-    """Which of `parts` each part of a checkpoint stands for; None where one stands for none of them.
+    """For each part of a checkpoint, the index of the part of the state that it replaces; None if one has no counterpart.
 
-    A checkpoint leaves out attention caches, of those that look alike the first: hence from the last part backwards.
+    A checkpoint leaves out attention caches; of caches of the same shape, the first ones. So we match from the last part.
     """
     places: list[int] = []
     i = len(parts)
@@ -215,8 +215,8 @@ def places_of(partial: tuple[Part, ...], parts: tuple[Part, ...]) -> list[int] |
     return places[::-1]
 
 
-def _can_cut(part: AttentionPart, at: Checkpoint) -> bool:
-    """Whether the cache holds all tokens of the checkpoint; several tokens of an image may share a position."""
+def _can_crop(part: AttentionPart, at: Checkpoint) -> bool:
+    """Whether the cache has all tokens of the checkpoint. Several tokens of an image may have the same position."""
     limit = at.pos_max + 1
     if limit == at.n_tokens:
         return part.holds_all(limit)
@@ -231,7 +231,7 @@ def _why_not(layout: Layout, n: int) -> str:
     elif layout.tail is not None:
         why = "bytes that are not understood follow its caches"
     elif len(layout.attention) < len(layout.parts):
-        why = "a recurrent state cannot be cut back"
+        why = "a recurrent state cannot be cut"
     else:
         why = "not every cache holds each position below it once"
     if points:

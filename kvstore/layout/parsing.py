@@ -1,15 +1,15 @@
-"""Finds the layout of a llama.cpp state: which envelope, which parts, where every cell and tensor is.
+"""Finds the layout of a llama.cpp state: its envelope, its parts, the place of every cell and tensor.
 
-Nothing in a state names its layout, so candidates are tried; the one that consumes the state to its last byte is it:
+Nothing in a state names its layout, so candidates are tried. The right one consumes the state to its last byte:
 
-    envelope                by its magic; none: a context (its architecture's name leads), or a bare sequence state
+    envelope                by its magic; without one: a context (the name of its architecture), or a bare sequence state
     extra bytes a cell      0, 8, 12: one value for all caches of a state
-    rotation words          absent, present: likewise
-    V                       there, or (MLA, indexers: nothing marks it) not: cache by cache
+    rotation words          absent or present: one choice for all caches
+    V                       present or absent (MLA, indexers; nothing marks it): cache by cache
     next part               another attention cache, the recurrent state, the checkpoints, the end
 
-The forms without a stream count (before mid 2025) are tried when nothing else fits. After that, the candidate that
-leaves the shortest unknown tail is taken, unless the tail starts as a part or a tensor does. Source: measured on the
+The forms without a stream count (before mid 2025) are tried when nothing else fits. If they do not fit either, the
+candidate with the shortest unknown tail is taken, unless its tail begins like a part or a tensor. Source: measured on the
 files of llama.cpp builds from February 2025 to October 2026.
 """
 
@@ -37,13 +37,13 @@ _EXTS = (0, 8, 12)
 MAX_EXT = 64
 _ROTATIONS = frozenset([0, *(64 << k for k in range(7))])
 _ARCH = re.compile(rb"[A-Za-z0-9._+-]{1,64}")
-# A state has three caches and a recurrent state at most; the bound keeps the number of candidates small.
+# A state has at most three caches and a recurrent state; the bound keeps the number of candidates small.
 _MAX_ATTENTION = 4
 
 
 @dataclass(frozen=True)
 class _Shell:
-    """A candidate envelope: where its state starts, and what is known of its tokens."""
+    """A candidate envelope: the offset of its state, and what it tells about the tokens."""
 
     envelope: Envelope
     at: int
@@ -58,8 +58,8 @@ class _Shell:
 
 @dataclass(frozen=True)
 class _Mode:
-    """What is the same in all parts of a state: `streams` says whether caches start with a stream count, `bare` that
-    their cells have no sequence ids."""
+    """The choices that are the same in all parts of a state. `streams`: caches start with a stream count. `bare`: cells do
+    not have sequence ids."""
 
     ext: int
     rotated: bool
@@ -75,13 +75,13 @@ class _Found:
 
 
 def parse(blob: Blob, cell_ext: int | None = None) -> Layout:
-    """The layout of a state: a slot, sequence or session file, or what the engine gives in memory.
+    """The layout of a state: of a slot, sequence or session file, or of a state in memory.
 
-    `blob` is anything bytes-like, and is not copied; `cell_ext` overrides the detection of the extra position bytes a
-    cell (0 to 64). Tensor bytes are not read. Raises LayoutError, which names what does not fit.
+    `blob` is anything bytes-like, and is not copied. `cell_ext` (0 to 64) overrides the detected number of extra position
+    bytes per cell. Tensor bytes are not read. Raises LayoutError, which names what does not fit.
     """
     if cell_ext is not None and not 0 <= cell_ext <= MAX_EXT:
-        raise LayoutError(f"cell_ext is {cell_ext}, 0 to {MAX_EXT} expected")
+        raise LayoutError(f"cell_ext must be in [0, {MAX_EXT}]; it is {cell_ext}")
     data = as_u8(blob)
     if data.shape[0] == 0:
         raise LayoutError("the state is empty")
@@ -90,8 +90,8 @@ def parse(blob: Blob, cell_ext: int | None = None) -> Layout:
     exts = _EXTS if cell_ext is None else (cell_ext,)
     modes = [_Mode(ext, rotated) for ext in exts for rotated in (False, True)]
     old = [_Mode(ext, False, streams=False) for ext in exts] + [_Mode(0, False, streams=False, bare=True)]
-    # Of the candidates that fail, the one that came furthest says best what is wrong.
-    worst = Misfit("nothing here is a state", 0)
+    # Of the candidates that fail, the one that got furthest describes the fault best.
+    worst = Misfit("these bytes are not a state", 0)
     tails: list[tuple[int, _Shell, _Found]] = []
     for candidates in (modes, old):
         for shell in shells:
@@ -109,7 +109,7 @@ def parse(blob: Blob, cell_ext: int | None = None) -> Layout:
         return _layout(data, shell, found)
     raise LayoutError(
         f"the state's layout is not understood: {worst.what} (at byte {worst.at})",
-        hint="it is stored whole, and shares nothing",
+        hint="a store keeps it whole, not as a delta",
         at=worst.at,
     )
 
@@ -155,7 +155,7 @@ def _shells(reader: Reader) -> list[_Shell]:
 
 
 def _context_starts(reader: Reader, at: int) -> list[int]:
-    """Where the state of a whole context may start: after the name, or after outputs and logits too (to mid 2025)."""
+    """The possible starts of the state of a whole context: after the name, or (until mid 2025) after outputs and logits."""
     try:
         n = reader.u32(at, "the architecture's name")
         if n > 64:
@@ -187,7 +187,7 @@ class _Grammar:
         self.reader = reader
         self.shell = shell
         self.mode = mode
-        self.misfit = Misfit("nothing here is a state", shell.at)
+        self.misfit = Misfit("these bytes are not a state", shell.at)
         self.tailed: _Found | None = None
 
     def whole(self) -> _Found | None:
@@ -224,20 +224,20 @@ class _Grammar:
 
     @staticmethod
     def _needs_more(part: Part) -> bool:
-        """A cache that lists cells for no layer stands before another part, never last."""
+        """A cache that has cells but no layers is always followed by another part."""
         return isinstance(part, AttentionPart) and part.n_cells > 0 and part.n_layer == 0
 
     def _note(self, misfit: Misfit) -> None:
         if misfit.at >= self.misfit.at:
-            self.misfit = misfit.with_traceback(None)  # whose frames hold this grammar, and so the state
+            self.misfit = misfit.with_traceback(None)  # its frames would keep this grammar and the state alive
 
     # tails
 
     def _keep_tail(self, at: int, parts: tuple[Part, ...]) -> None:
-        """Keeps `parts` as the candidate's best reading, with what follows them as an unknown tail.
+        """Keeps `parts` as the best reading of this candidate; the bytes after them are an unknown tail.
 
-        Not where that starts as a part, a tensor or the checkpoints do, or where one damaged word could have moved the
-        end of the last part.
+        Not if the tail begins like a part, a tensor or the checkpoints, or if one damaged word could have moved the end of
+        the last part.
         """
         if self.tailed is not None and self.tailed.stop >= at:
             return
@@ -262,9 +262,9 @@ class _Grammar:
         self.tailed = _Found(parts, at, None)
 
     def _looks_cut(self, at: int) -> bool:
-        """Whether a part, or the checkpoints, start at `at`: then they are damaged, not unknown.
+        """Whether a part or the checkpoints begin at `at`: then they are damaged, not unknown.
 
-        They may stand behind empty streams that the count of the last cache leaves out.
+        Empty streams that the last cache does not count may stand before them.
         """
         reader = self.reader
         for _ in range(MAX_STREAMS):
@@ -279,7 +279,7 @@ class _Grammar:
     # parts
 
     def _attention(self, at: int) -> Iterator[AttentionPart]:
-        """The ways to read an attention cache at `at`: with V, then without, which came after the stream count."""
+        """The ways to read an attention cache at `at`: with V, then without V, which is newer than the stream count."""
         for has_v in (True, False) if self.mode.streams else (True,):
             try:
                 part = self._read_attention(at, has_v)
@@ -296,7 +296,7 @@ class _Grammar:
         if self.mode.streams:
             n_stream = reader.u32(at, "the stream count")
             if not 0 < n_stream <= MAX_STREAMS:
-                raise Misfit(f"{n_stream} streams, 1 to {MAX_STREAMS} expected", at)
+                raise Misfit(f"{n_stream} streams, not 1 to {MAX_STREAMS}", at)
             at += 4
         streams = []
         heads: list[tuple[int, int, tuple[int, int] | None]] = []
@@ -364,7 +364,7 @@ class _Grammar:
         return stream, cells.n_seq, (v_trans, n_layer, rotation)
 
     def _recurrent(self, at: int, first: bool) -> RecurrentPart | None:
-        """The recurrent part at `at`, None where there is none."""
+        """The recurrent part at `at`; None if there is none."""
         try:
             return read_recurrent(self.reader, at, first=first, is_context=self.shell.is_context)
         except Misfit as e:
@@ -374,7 +374,7 @@ class _Grammar:
     # checkpoints
 
     def _checkpoints(self, at: int) -> tuple[Checkpoint, ...] | None:
-        """The checkpoints from `at` to the end; None where their version is not known."""
+        """The checkpoints from `at` to the end; None if their version is unknown."""
         reader = self.reader
         version, count = reader.words(at + 4, "the list of checkpoints")
         if version != CHECKPOINT_VERSION:

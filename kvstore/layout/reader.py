@@ -1,8 +1,8 @@
-"""Checked reads of the pieces that all layouts share: words, cell tables and tensors.
+"""Bounds-checked reads of what all layouts consist of: words, cell tables and tensors.
 
-Nothing read is trusted: every size is compared with what is left before it is used. Python's integers do not overflow,
-so a comparison is all it takes. A piece that does not fit raises `Misfit`, which the grammar catches to try the next
-candidate; its text and offset make the final error.
+Nothing read is trusted: every size is compared with the bytes that are left before it is used. Python's integers do not
+overflow, so a comparison is enough. A piece that does not fit raises `Misfit`, which the grammar catches to try the next
+candidate. Its text and offset become the final error.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MAX_LAYERS = 4096
 MAX_ROW = 1 << 24
 MAX_ELEMENT = 16
 MAX_EMBD = 1 << 20
-MAX_CELLS = 1 << 24  # bounds the time of a parse; the largest contexts have 2^20
-MAX_MIXED_CELLS = 1 << 20  # the same for tables that have to be walked cell by cell
+MAX_CELLS = 1 << 24  # bounds the time of a parse; the largest contexts have 2^20 cells
+MAX_MIXED_CELLS = 1 << 20  # the same for tables that are read cell by cell
 _MAX_POS = (1 << 31) - 1
-MAX_TYPE = 255  # of a tensor header that is not understood; ggml has some forty types
-MAX_TENSORS = 1 << 18  # headers read for all candidates of one state; real ones need some hundreds
+MAX_TYPE = 255  # in a tensor header that is not understood; ggml has about forty types
+MAX_TENSORS = 1 << 18  # headers read for all candidates of one state; real states need hundreds
 
 # ggml type id -> bytes of one block (a row is a whole number of them), from ggml's type traits.
 BLOCK_BYTES = {
@@ -66,7 +66,7 @@ HEADER_BYTES = 12
 
 
 class Misfit(Exception):
-    """A candidate does not fit: `what` is wrong `at` this byte. Seen by the grammar alone."""
+    """A candidate does not fit: `what` is wrong `at` this byte. Only the grammar catches it."""
 
     def __init__(self, what: str, at: int) -> None:
         super().__init__(what)
@@ -75,7 +75,7 @@ class Misfit(Exception):
 
 
 class Cells(NamedTuple):
-    """A cell table: pos int32 (n,), ext uint8 (n, cell_ext), where it ends, sequence ids a cell (None: mixed)."""
+    """A cell table: pos int32 (n,), ext uint8 (n, cell_ext), its end, the sequence ids per cell (None: mixed)."""
 
     pos: npt.NDArray[np.int32]
     ext: Bytes
@@ -84,7 +84,7 @@ class Cells(NamedTuple):
 
 
 class Reader:
-    """Reads from `data` (uint8, shape (size,)) up to `stop`. Cell tables are kept, since candidates read them again."""
+    """Reads from `data` (uint8, shape (size,)) up to `stop`. It caches cell tables, because candidates read them again."""
 
     def __init__(self, data: Bytes, stop: int | None = None) -> None:
         self.data = data
@@ -137,7 +137,7 @@ class Reader:
             raise Misfit(f"{n} cells are too many", at)
         n_seq = self._n_seq(at, ext, bare)
         stride = 8 + ext + 4 * n_seq
-        # A wrong width shows in the second cell: look at a few before the whole table is read.
+        # A wrong width shows in the second cell: check a few before reading the whole table.
         for count in (2, 64, n):
             count = min(count, n)
             self.need(at, count * stride, "the cell table")
@@ -159,13 +159,13 @@ class Reader:
         self.need(at, 8, "the cell table")
         n_seq = int(_CELL.unpack_from(self.view, at)[1])
         if bare and n_seq:
-            raise Misfit(f"a cell has {n_seq} sequence ids, 0 expected", at)
+            raise Misfit(f"a cell has {n_seq} sequence ids, not 0", at)
         if not bare and not 0 < n_seq <= MAX_SEQ:
-            raise Misfit(f"a cell has {n_seq} sequence ids, 1 to {MAX_SEQ} expected", at)
+            raise Misfit(f"a cell has {n_seq} sequence ids, not 1 to {MAX_SEQ}", at)
         return n_seq
 
     def _walk(self, at: int, n: int, ext: int) -> Cells:
-        """A table whose cells have different numbers of sequence ids: those of a whole context that share cells."""
+        """A table whose cells have different numbers of sequence ids: sequences of a whole context that share cells."""
         if n > MAX_MIXED_CELLS:
             raise Misfit(f"{n} cells with different numbers of sequence ids are too many", at)
         self.need(at, n * (12 + ext), "the cell table")
@@ -190,7 +190,7 @@ class Reader:
         return Cells(np.frombuffer(positions, np.int32), extra, at, None)
 
     def count_tensor(self, at: int) -> None:
-        """Counts a tensor header that is read: hostile bytes could hold no end of them."""
+        """Counts a tensor header that is read, because hostile bytes could make us read them without end."""
         self._tensors += 1
         if self._tensors > MAX_TENSORS:
             raise Misfit("more tensors than any model has", at)
@@ -219,12 +219,12 @@ class Reader:
         kind, row = _HEADER.unpack_from(self.view, at)
         block = BLOCK_BYTES.get(kind)
         if block is None:
-            raise Misfit(f"a tensor has type {kind}, which no cache has", at)
+            raise Misfit(f"a tensor has type {kind}, which a cache cannot have", at)
         if row > MAX_ROW or row % block:
             raise Misfit(f"a tensor row of type {kind} has {row} bytes", at)
         return int(kind), int(row)
 
-    # What the bytes after a part look like. Where they end early, those that are there decide.
+    # What the bytes after a part look like. If there are fewer bytes than needed, those that are there decide.
 
     def looks_like_tensor(self, at: int) -> bool:
         """Whether the 12 bytes at `at` can be the header of a tensor, by rows or transposed, of a known type or not."""
@@ -237,7 +237,7 @@ class Reader:
         return bool(0 <= kind <= MAX_TYPE and (by_rows or transposed))
 
     def looks_like_v(self, streams: tuple[Stream, ...]) -> bool:
-        """Whether V follows the K that was read of a cache's streams: a tensor whose type or row is that of K."""
+        """Whether V follows the K of a cache: a tensor with the type or the row size of K."""
         at = max(s.stop for s in streams if s.n_cells)
         if self.left(at) < HEADER_BYTES:
             return True
@@ -253,13 +253,13 @@ class Reader:
             return False
         first = next((i for i, n_cell in enumerate(words[1 : 1 + words[0]], 1) if n_cell), None)
         if first is None:
-            return len(words) <= words[0]  # else it is a whole cache without cells
+            return len(words) <= words[0]  # else it is a complete cache without cells
         return _within(words[first:], (1, MAX_CELLS), (0, _MAX_POS), (1, MAX_SEQ))
 
     def looks_like_recurrent(self, at: int, is_context: bool) -> bool:
-        """Whether a recurrent part starts at `at`: its first cells, and the layer count behind few of them.
+        """Whether a recurrent part starts at `at`, by its first cells and the layer count after them.
 
-        Only a context has several cells, and those have sequence ids: zeros are no such part.
+        Only a context has several cells, and its cells have sequence ids: zeros are not such a part.
         """
         words = self._words(at, 17)
         if not words or not 0 < words[0] <= (MAX_SEQ if is_context else 1):
@@ -275,13 +275,13 @@ class Reader:
         return _within(words[i:], (0, 0), (1, MAX_LAYERS))
 
     def _words(self, at: int, n: int) -> list[int]:
-        """At most `n` words from `at` on, as many as are whole."""
+        """Up to `n` complete words from `at` on."""
         n = min(n, max(0, self.left(at)) // 4)
         return list(struct.unpack_from(f"<{n}I", self.view, at))
 
 
 def _within(words: list[int], *bounds: tuple[int, int]) -> bool:
-    """Whether each word is within its bounds; words without bounds, and bounds without a word, do not count."""
+    """Whether each word is within its bounds. Words without bounds, and bounds without a word, are ignored."""
     return all(low <= word <= high for word, (low, high) in zip(words, bounds, strict=False))
 
 

@@ -3,8 +3,8 @@
     u32 n_cell | n_cell x (i32 pos, u32 n_seq, i32 id x n_seq) | u32 0 | u32 n_layer
     | m x (i32 type, u64 R, R x n_cell bytes) | m x (i32 type, u64 S, S x n_cell bytes)
 
-n_layer counts all layers of the model, m only the recurrent ones, and nothing states m: R is one size, S another, so the
-first tensor of another size is the first S. One layer may carry one more row, (u64 row, row x n_cell bytes), after its R
+n_layer counts all layers of the model, m only the recurrent ones. Nothing states m: all R have one size and all S another,
+so the first tensor of another size is the first S. One layer may have one more row, (u64 row, row x n_cell bytes), after its R
 tensor; the row has no type word (Qwen's per-layer embedding).
 """
 
@@ -19,15 +19,15 @@ def read_recurrent(reader: Reader, at: int, *, first: bool, is_context: bool) ->
     start = at
     n_cell = reader.u32(at, "the cell count")
     if not 0 < n_cell <= MAX_SEQ:
-        raise Misfit(f"{n_cell} recurrent cells, 1 to {MAX_SEQ} expected", at)
+        raise Misfit(f"{n_cell} recurrent cells, not 1 to {MAX_SEQ}", at)
     pos, at = _cells(reader, at + 4, n_cell, is_context)
     if first and n_cell > 1 and pos == list(range(n_cell)) and not is_context:
         raise Misfit("a recurrent state with a cell for every position", at)
     trans, n_layer = reader.words(at, "the layer count")
     if trans:
-        raise Misfit(f"the word before a recurrent state's layers is {trans}, 0 expected", at)
+        raise Misfit(f"the word before a recurrent state's layers is {trans}, not 0", at)
     if not 0 < n_layer <= MAX_LAYERS:
-        raise Misfit(f"{n_layer} recurrent layers, 1 to {MAX_LAYERS} expected", at + 4)
+        raise Misfit(f"{n_layer} recurrent layers, not 1 to {MAX_LAYERS}", at + 4)
     return _Tensors(reader, n_cell, first).read(start, at + 8, tuple(pos), n_layer)
 
 
@@ -58,7 +58,7 @@ class _Tensors:
                 break
             n, at = n + 1, stop
         if n == 2 * n_layer:
-            # R and S of one size. With fewer tensors than that, nothing would tell a part that is cut short.
+            # R and S have the same size. With fewer tensors, a truncated part could not be recognised.
             if extra is not None and extra[0] >= n_layer:
                 raise Misfit("a row between the S tensors of a recurrent state", at)
             return self._part(start, at, pos, n_layer, n_layer, (r, r), extra)
@@ -85,17 +85,17 @@ class _Tensors:
         return RecurrentPart(start, stop, (self.n_cell,), pos, n_layer, n_tensors, rows, extra)
 
     def _tensor(self, at: int) -> tuple[int, int]:
-        """Bytes of a row of the tensor at `at`, and where it ends."""
+        """The row size of the tensor at `at`, and its end."""
         self.reader.count_tensor(at)
         kind, row = self.reader.row_header(at)
-        # Alone, the same bytes with another type are an attention cache of early 2025.
+        # As the first part, the same bytes with another type are an attention cache of early 2025.
         if kind != F32 and (self.first or kind not in FLOATS):
             raise Misfit(f"a recurrent tensor of type {kind}", at)
         self.reader.need(at + HEADER_BYTES, row * self.n_cell, "a tensor")
         return row, at + HEADER_BYTES + row * self.n_cell
 
     def _extra_row(self, at: int, instead: Misfit) -> tuple[int, int]:
-        """Bytes of the extra row at `at`, and where it ends; raises `instead` where there is none."""
+        """The size of the extra row at `at`, and its end. Raises `instead` if there is none."""
         if self.reader.left(at) < 8:
             raise instead
         row = self.reader.u64(at, "the extra row of a recurrent state")

@@ -1,4 +1,4 @@
-"""What `layout.parse` finds: frozen records. All offsets count bytes from the start of the blob that was parsed."""
+"""The result of `layout.parse`, as frozen records. All offsets are bytes from the start of the parsed blob."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Range: TypeAlias = tuple[int, int]  # start, stop
 class AttentionPart:
     """One attention cache.
 
-    `n_stream` is None in states older than the stream count; `cells` counts each stream's cells; `k_row` lists the
-    distinct bytes of a K row; `rotation` is None where the words are absent; `v_layers` is 0 where V is not stored;
-    `n_seq` is the number of sequence ids of every cell, None where it differs from cell to cell.
+    `n_stream` is None in states older than the stream count. `cells` has the number of cells of each stream, `k_row` the
+    distinct sizes of K rows. `rotation` is None if the words are absent, `v_layers` is 0 if V is not stored. `n_seq` is the
+    number of sequence ids of every cell, None if it differs from cell to cell.
     """
 
     start: int
@@ -44,18 +44,18 @@ class AttentionPart:
 
     @property
     def max_pos(self) -> int:
-        """The highest position, -1 without cells."""
+        """The highest position; -1 without cells."""
         return max((int(s.pos.max()) for s in self.streams if s.n_cells), default=-1)
 
     @cached_property
     def data_stream(self) -> Stream | None:
-        """The only stream that has cells, or None where none or several have."""
+        """The only stream with cells; None if no stream or several streams have cells."""
         filled = [s for s in self.streams if s.n_cells]
         return filled[0] if len(filled) == 1 else None
 
     @property
     def end_is_sure(self) -> bool:
-        """Whether another tensor confirms the size of the last one, which is where the cache ends."""
+        """Whether another tensor confirms the size of the last one, and with it the end of the cache."""
         sections = next((s.sections for s in self.streams if s.n_cells), ())
         if not sections:
             return True
@@ -75,7 +75,7 @@ class AttentionPart:
         return (self.n_layer, self.v_layers, *((s.type, s.rows * s.width, s.is_v) for s in sections))
 
     def holds_all(self, n: int) -> bool:
-        """Whether the positions below `n` are there, each once, in one stream."""
+        """Whether one stream has each position below `n` exactly once."""
         stream = self.data_stream
         if stream is None or self.n_seq is None or n <= 0:
             return False
@@ -106,8 +106,8 @@ class AttentionPart:
 class RecurrentPart:
     """The state of the recurrent layers: one cell a sequence. `n_layer` counts all layers of the model.
 
-    `rows` are the bytes of an R and of an S row (S may be 0), `n_tensors` how many of each there are. `extra_row` is
-    the index of the R tensor that one more row follows, and the bytes of that row; None where there is none.
+    `rows` are the sizes of an R row and of an S row (S may be 0); there are `n_tensors` of each. `extra_row` is the index
+    of the R tensor that is followed by one more row, and the size of that row; None if there is none.
     """
 
     start: int
@@ -136,7 +136,7 @@ class RecurrentPart:
 
     @property
     def end_is_sure(self) -> bool:
-        """Whether another tensor confirms the size of the last one, which is where the part ends."""
+        """Whether another tensor confirms the size of the last one, and with it the end of the part."""
         return self.n_tensors > 1
 
     def as_dict(self) -> dict[str, Any]:
@@ -154,10 +154,10 @@ Part: TypeAlias = AttentionPart | RecurrentPart
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint of a slot file: what the window and recurrent parts were after `n_tokens` tokens.
+    """A checkpoint of a slot file: the window and recurrent parts after `n_tokens` tokens.
 
-    `start` and `stop` bound the whole record, `target`, `draft` and `speculative` the blobs (empty ranges where there
-    is none); a target blob is an in-memory state with its header.
+    `start` and `stop` bound the whole record, `target`, `draft` and `speculative` the blobs (empty ranges
+    if absent); a target blob is an in-memory state with its header.
     """
 
     start: int
@@ -172,11 +172,11 @@ class Checkpoint:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where everything is in a state.
+    """The layout of a state.
 
-    `size` is that of the blob; `state_at` and `state_size` bound the state proper, without its checkpoints and with
-    `tail`, the range of bytes that follow a parsed cache without being understood. `n_tokens` and `tokens_packed` are
-    None where the envelope lists no tokens.
+    `size` is the size of the blob. `state_at` and `state_size` bound the state without its checkpoints. `tail` is the range
+    of bytes at its end that are not understood, or None. `n_tokens` and `tokens_packed` are None if the envelope does not
+    list tokens.
     """
 
     envelope: Envelope
@@ -212,8 +212,8 @@ class Layout:
 
     @cached_property
     def n_positions(self) -> int:
-        """How many tokens the state stands for: those listed, or else the cells of its fullest cache, or the last
-        position + 1 where a window or a recurrent state holds fewer cells than that."""
+        """The number of tokens of the state: the listed ones; else the cells of its fullest cache, or the last position + 1
+        where a window or a recurrent state has fewer cells."""
         if self.n_tokens is not None:
             return self.n_tokens
         cells = max((p.n_cells for p in self.attention), default=0)
@@ -221,7 +221,7 @@ class Layout:
 
     @cached_property
     def can_crop(self) -> bool:
-        """Whether `crop` can cut the state at any position: one sequence, attention alone, every position in every
+        """Whether `crop` works at any position: the state has one sequence, only attention, and every position in every
         cache."""
         if self.envelope in ("context", "session file") or self.tail is not None:
             return False
@@ -232,11 +232,11 @@ class Layout:
 
     @property
     def crop_points(self) -> tuple[int, ...]:
-        """The token counts of the checkpoints, ascending; where `can_crop`, any other count will do as well."""
+        """The token counts of the checkpoints, ascending. If `can_crop`, `crop` also works at any other count."""
         return tuple(sorted({c.n_tokens for c in self._usable()}))
 
     def crop_limit(self, n: int) -> int:
-        """The largest m <= `n` such that the state can serve the first m tokens; 0 where there is none."""
+        """The largest m <= `n` such that the state can be cropped to m tokens; 0 if there is none."""
         whole = self.n_positions
         if n >= whole:
             return whole
@@ -250,7 +250,7 @@ class Layout:
                 yield c
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready; keys that do not apply to the envelope are left out."""
+        """JSON-ready, without the keys that do not apply to the envelope."""
         out: dict[str, Any] = {
             "envelope": self.envelope,
             "file_version": self.file_version,

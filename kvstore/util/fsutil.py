@@ -1,8 +1,8 @@
-"""Files: written whole or not at all, read to their end, and the error that a failure becomes.
+"""Files: atomic writes, reads of files and pipes, and the errors of kvstore for those of the operating system.
 
     a regular file, or a new one   a temporary file in the same folder, fsync, rename, fsync of the folder
-    a symbolic link                the same for the file that it names; the link stays
-    /dev/stdout, /dev/fd/N         written to the descriptor that this process has
+    a symbolic link                the same for its target; the link stays
+    /dev/stdout, /dev/fd/N         written to that descriptor of this process
     a device, a FIFO               opened and written to; nothing is replaced
     a folder, a socket             refused
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 from ..errors import DiskFullError, KVStoreError, StoreIOError
 
-PRIVATE = 0o600  # what holds prompts is for its owner alone
+PRIVATE = 0o600  # files that contain prompts are readable only by their owner
 MAX_LINKS = 40
 _BINARY = getattr(os, "O_BINARY", 0)
 _NOT_A_TERMINAL = getattr(os, "O_NOCTTY", 0)
@@ -53,7 +53,7 @@ class Sink:
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
-    """What there is at a path that is not a regular file: "a directory", "a FIFO"; None for a file, and for nothing."""
+    """The kind of a path that is not a regular file, such as "a directory"; None for a regular or missing file."""
     try:
         return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
     except OSError:
@@ -61,7 +61,7 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def descriptor_of(path: str | os.PathLike[str]) -> int | None:
-    """The descriptor of this process that a path such as /dev/stdout or /dev/fd/3 names; None for any other path."""
+    """The descriptor of this process that a path such as /dev/stdout or /dev/fd/3 names; else None."""
     if os.name == "nt":
         return None
     own = {"/dev/fd", os.path.realpath("/proc/self/fd")}
@@ -79,7 +79,7 @@ def descriptor_of(path: str | os.PathLike[str]) -> int | None:
 
 
 def temporary_name(path: str) -> str:
-    """A new name in the folder of a file, for what will take the file's name; it fits where the name itself does."""
+    """A new name in the folder of a file, for its temporary copy. It is not too long where the name itself is not."""
     folder, name = os.path.split(os.path.abspath(path))
     short = os.fsencode(name)[:200].decode("utf-8", "ignore")
     return os.path.join(folder, f".{short}.{secrets.token_hex(6)}.tmp")
@@ -91,11 +91,11 @@ def temporary_name(path: str) -> str:
 def atomic_write(
     path: str | os.PathLike[str], *, sync: bool = True, temporary: str | None = None, replace: bool = True
 ) -> AbstractContextManager[Sink]:
-    """Lends a Sink for the bytes of a file of mode 0600; the file is complete, and on the disk, or as it was.
+    """Yields a Sink for the bytes of a file of mode 0600. Afterwards the file is complete and synced, or as it was.
 
-    What is not a regular file is written through (see the top of this module). A file of another owner that root replaces
-    keeps its owner. `sync=False`: the file need not survive a power cut. `temporary`: the name to use until it is complete.
-    `replace=False` raises FileExistsError where there is such a file. Raises OSError: see `error_of`.
+    Paths that are not regular files are treated as the top of this module says. A file that root replaces keeps its owner.
+    `sync=False`: the file need not survive a power cut. `temporary`: the name of the file until it is complete.
+    `replace=False` raises FileExistsError if the file exists. Raises OSError: see `error_of`.
     """
     path = os.fspath(path)
     fd = descriptor_of(path)
@@ -113,7 +113,7 @@ def atomic_write(
 
 @contextmanager
 def _borrowed(fd: int) -> Iterator[Sink]:
-    os.fstat(fd)  # raises where it is closed
+    os.fstat(fd)  # raises if it is closed
     yield Sink(fd)
 
 
@@ -140,7 +140,7 @@ def _replaced(
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, PRIVATE)
         try:
             if found is not None and hasattr(os, "geteuid") and os.geteuid() == 0:
-                with suppress(PermissionError):  # a container's root may not give files away
+                with suppress(PermissionError):  # in a container, root may not be allowed to
                     os.fchown(fd, found.st_uid, found.st_gid)
             yield Sink(fd)
             if sync:
@@ -157,15 +157,15 @@ def _replaced(
 
 
 def give_name(temporary: str, path: str, *, replace: bool) -> None:
-    """Gives a finished file its name. With replace=False raises FileExistsError where another file has that name."""
+    """Renames a finished file. With replace=False it raises FileExistsError if another file has that name."""
     if replace:
         os.replace(temporary, path)
         return
     try:
-        os.link(temporary, path)  # unlike a rename it takes no name that another process gave meanwhile
+        os.link(temporary, path)  # unlike a rename, a link never replaces a file of another process
     except FileExistsError:
         raise
-    except (OSError, NotImplementedError) as error:  # a file system without second names
+    except (OSError, NotImplementedError) as error:  # a file system without hard links
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
         os.rename(temporary, path)
@@ -182,8 +182,8 @@ def fsync_file(path: str) -> None:
 
 
 def fsync_dir(folder: str) -> None:
-    """Makes the names in a folder durable."""
-    if os.name == "nt":  # directories cannot be opened there, and a rename is in the journal
+    """Syncs the names in a folder."""
+    if os.name == "nt":  # directories cannot be opened there; the journal has the rename
         return
     fd = os.open(folder, os.O_RDONLY)
     try:
@@ -196,7 +196,7 @@ def fsync_dir(folder: str) -> None:
 
 
 def open_source(path: str | os.PathLike[str]) -> FileIO:
-    """Opens what is to be read: a file, a FIFO, a device, or a copy of a descriptor of this process. Raises OSError."""
+    """Opens a file, a FIFO, a device, or a duplicate of a descriptor of this process for reading. Raises OSError."""
     fd = descriptor_of(path)
     return FileIO(path, "rb") if fd is None else FileIO(os.dup(fd), "rb")
 
@@ -212,7 +212,7 @@ def error_of(
     kind: type[KVStoreError] = StoreIOError,
     denied: type[KVStoreError] | None = None,
 ) -> KVStoreError:
-    """The error of kvstore that one of the operating system is: `kind`, DiskFullError, or `denied` where it is given."""
+    """The error of kvstore for an OSError: DiskFullError, `denied` (if given) for missing permissions, else `kind`."""
     path = os.fspath(path)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFullError(f"no room to {doing} {path}", hint="free some space on the disk", path=path)

@@ -16,7 +16,7 @@ import xxhash
 from ..types import Bytes, Tokens
 from .workers import Task, Workers
 
-PARALLEL_BYTES = 1 << 20  # below this a thread costs more than it saves
+PARALLEL_BYTES = 1 << 20  # for less, a thread costs more than it saves
 FAMILY_SYSTEM_TOKENS = 256
 FAMILY_USER_TOKENS = 32
 
@@ -29,7 +29,7 @@ def digest(data: Any) -> bytes:
 def family(tokens: Tokens, n_system: int, user_start: int) -> int:
     """The family of a prompt: XXH3-64 of the little-endian int32 tokens of its system block, at most 256 of them.
 
-    Without a system block, of the first 32 tokens of the first user turn, which starts at `user_start`.
+    Without a system block: of the first 32 tokens of the first user turn, which starts at `user_start`.
     """
     block = tokens[: min(n_system, FAMILY_SYSTEM_TOKENS)] if n_system else tokens[user_start : user_start + FAMILY_USER_TOKENS]
     return int(xxhash.xxh3_64_intdigest(np.ascontiguousarray(block, dtype="<i4").tobytes()))
@@ -74,7 +74,7 @@ def _mixed(sums: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
 
 
 class Digests(Mapping[str, bytes]):
-    """The digests of states by name, computed when they are asked for, or from `begin` on by workers."""
+    """The digests of states by name. They are computed on access, or by workers after `begin`."""
 
     def __init__(self, **states: Bytes | None) -> None:
         self._states = {name: state for name, state in states.items() if state is not None}
@@ -83,14 +83,14 @@ class Digests(Mapping[str, bytes]):
         self._lock = threading.Lock()
 
     def begin(self, workers: Workers) -> None:
-        """The states must not change until their digests were asked for, or `cancel` has returned."""
+        """Starts computing. The states must not change until their digests were read, or `cancel` has returned."""
         with self._lock:
             for name in self._states.keys() - self._begun.keys() - self._known.keys():
                 if self._states[name].size >= PARALLEL_BYTES:
                     self._begun[name] = workers.begin(functools.partial(_digest_beside, self._states[name]))
 
     def cancel(self) -> None:
-        """Ends what `begin` began. A digest that is asked for later is computed then."""
+        """Ends the work that `begin` started. A digest that is read later is computed then."""
         with self._lock:
             begun, self._begun = self._begun, {}
             for task in begun.values():
@@ -115,14 +115,14 @@ class Digests(Mapping[str, bytes]):
 
 
 def _digest_beside(state: Bytes) -> bytes:
-    """`digest` without the interpreter's lock, which only `update` lets go."""
+    """`digest` without the GIL, which only `update` releases."""
     hasher = xxhash.xxh3_128()
     hasher.update(state.data)
     return hasher.digest()
 
 
 class Hasher:
-    """XXH3-128 of bytes that arrive in pieces; large ones are read by a thread while the caller moves the next.
+    """XXH3-128 of bytes that arrive in pieces. A thread hashes large pieces while the caller reads the next one.
 
     A piece must not change until `digest` has returned.
     """
@@ -142,7 +142,7 @@ class Hasher:
         executor = ThreadPoolExecutor(1, thread_name_prefix="kvstore-hash")
         try:
             executor.submit(self._run)
-        except RuntimeError:  # the interpreter ends
+        except RuntimeError:  # the interpreter is shutting down
             return False
         self._executor = executor
         return True
@@ -152,7 +152,7 @@ class Hasher:
             self._hash.update(piece.data)
 
     def digest(self) -> bytes:
-        """Waits for the pieces; 16 bytes, big-endian."""
+        """Waits until all pieces are hashed. 16 bytes, big-endian."""
         if self._executor is not None:
             self._pieces.put(None)
             self._executor.shutdown(wait=True)

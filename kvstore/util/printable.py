@@ -1,4 +1,4 @@
-"""Text for a terminal: what others wrote (prompts, names, paths) cannot move its cursor, nor turn its lines around."""
+"""Text for a terminal: foreign text (prompts, names, paths) cannot move the cursor or reverse lines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def json_text(value: Any, indent: int | None = 2) -> str:
-    """JSON that reads as it is, but for unsafe characters: those are escaped as JSON has it."""
+    """JSON that is readable as it is; only unsafe characters are escaped, as JSON escapes them."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, default=str)
     if text.isascii() and "\x7f" not in text:
         return text
@@ -44,7 +44,7 @@ def json_text(value: Any, indent: int | None = 2) -> str:
 
 
 class Formatter(logging.Formatter):
-    """Log lines for a terminal: a message is one line, whatever is in it; a traceback has its own."""
+    """Log lines for a terminal: a message is one line, whatever it contains; a traceback has its own lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))

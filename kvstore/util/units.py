@@ -1,4 +1,4 @@
-"""Durations and sizes as people write them: 90s, 15min, 12h, 7d; 512M, 8G, 1.5GiB."""
+"""Durations and sizes with units: 90s, 15min, 12h, 7d; 512M, 8G, 1.5GiB."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _parsed(text: str) -> tuple[float, str] | None:
 
 
 def seconds(text: str, *, bare: float | None = None) -> float:
-    """The seconds of a duration. `bare` is the unit, in seconds, of a number alone; None refuses one.
+    """A duration in seconds. `bare` is the unit, in seconds, of a number without a unit; None: such a number is refused.
 
     Raises InvalidInputError.
     """
@@ -38,7 +38,7 @@ def seconds(text: str, *, bare: float | None = None) -> float:
 
 
 def mib(text: str) -> float:
-    """The MiB of a size: a number alone is MiB; K, M, G, T and KiB ... are powers of 1024, KB ... powers of 1000.
+    """A size in MiB. A number without a unit is MiB; K, M, G, T and KiB ... are powers of 1024, KB ... powers of 1000.
 
     Raises InvalidInputError.
     """
@@ -48,7 +48,7 @@ def mib(text: str) -> float:
         raise InvalidInputError(f"{text!r} is not a size", hint=f"give {SIZES}; a number without a unit is MiB")
     number, unit = found
     if number < 0 and unit:
-        raise InvalidInputError(f"{text!r} is less than nothing", hint=f"give {SIZES}, or -1 for no limit")
+        raise InvalidInputError(f"{text!r} is negative", hint=f"give {SIZES}, or -1 for no limit")
     if not unit:
         return number
     power = _POWERS.get(unit[0], 0)

@@ -1,4 +1,4 @@
-"""Work beside a call: digests and copies, done by threads that live no longer than the calls that use them."""
+"""Digests and copies in threads, which end with the last call that uses them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ THREADS = 4  # a put has a digest for each of its two states and a copy for the 
 
 
 class Task(Generic[T]):
-    """A call that a worker makes. Whoever waits for a task that no worker has begun makes the call itself."""
+    """A call for a worker. `result` makes the call itself if no worker has begun it."""
 
     def __init__(self, call: Callable[[], T], future: Future[T] | None) -> None:
         self._call = call
@@ -25,13 +25,13 @@ class Task(Generic[T]):
         return self._future.result()
 
     def cancel(self) -> None:
-        """Returns when no worker makes the call, or will make it."""
+        """Cancels the call, or waits for its end. No worker makes it afterwards."""
         if self._future is not None and not self._future.cancel():
             wait([self._future])
 
 
 class Workers:
-    """The executor of one store: created by the first call that needs it, and joined by the last one that leaves."""
+    """The executor of one store. The first call that needs it creates it; the last call that ends joins it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class Workers:
 
     @contextmanager
     def lend(self) -> Iterator[Workers]:
-        """Work begun inside is over at the end: done, or cancelled and joined."""
+        """All work that is begun in this block is done, or cancelled and joined, when the last such block ends."""
         with self._lock:
             self._users += 1
         try:
@@ -53,7 +53,7 @@ class Workers:
                 idle.shutdown(wait=True, cancel_futures=True)
 
     def begin(self, call: Callable[[], T]) -> Task[T]:
-        """Hands a call to a worker; without a thread to be had (the interpreter ends) `result` makes it."""
+        """Hands a call to a worker. If no thread can be started (at interpreter shutdown), `result` makes the call."""
         with self._lock:
             if not self._users:
                 return Task(call, None)

@@ -41,7 +41,7 @@ def unsigned(id: int) -> int:
 
 
 class Lost(Exception):
-    """An entry, or one state of it, that cannot be given back; the text says why."""
+    """An entry, or one of its states, cannot be restored; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Old:
-    """An entry that can be kept, as far as can be told without reading its states."""
+    """An entry that can be kept, as far as it can be told without reading its states."""
 
     fingerprint: str
     n_tokens: int
@@ -70,7 +70,7 @@ class Old:
 
 
 def missing_tables(c: Connection) -> str | None:
-    """None where the file has the tables of version 1."""
+    """The name of a missing table of version 1; None if the file has them all."""
     for table, wanted in COLUMNS.items():
         have = {row[1] for row in c.execute(f"PRAGMA table_info({table})")}
         if not wanted <= have:
@@ -134,48 +134,48 @@ class Reader:
         try:
             fingerprint = (fingerprint_bytes or b"").decode()
         except UnicodeDecodeError:
-            raise Lost("its fingerprint is no text") from None
+            raise Lost("its fingerprint is not text") from None
         if tokens_type != "blob" or tokens_bytes == 0 or tokens_bytes % 4:
             raise Lost("its tokens are empty or cut short")
         n_tokens = tokens_bytes // 4
         if n_claimed != n_tokens:
-            self._say(id, f"it was said to have {n_claimed} tokens, and has {n_tokens}")
+            self._note(id, f"it was said to have {n_claimed} tokens, and has {n_tokens}")
         parts = self.parts.get(id, {})
         main, draft = parts.get("main"), parts.get("draft")
         if main is None or main.size == 0:
             raise Lost("it has no state")
         if draft is not None and draft.size == 0:
-            self._say(id, "its draft state was empty")
+            self._note(id, "its draft state was empty")
             draft = None
         if main.parent and "main" not in self.parts.get(main.parent, {}):
             raise Lost("its prefix is not in the cache")
         if (meta.parent or 0) != main.parent:
             if not main.parent:
-                self._say(id, "its meta named a parent, its state is whole")
+                self._note(id, "its meta named a parent, its state is whole")
             else:
-                self._say(id, "its meta did not name the parent of its delta")
+                self._note(id, "its meta did not name the parent of its delta")
         return Old(fingerprint, n_tokens, replace(meta, parent=main.parent or None), main, draft)
 
     def _meta(self, id: int, block: bytes | None, now: int) -> MetaBlock:
-        """What the block says, or defaults; always with the id of the row."""
+        """The meta in the block, or defaults; always with the id of the row."""
         defaults = MetaBlock(id, created_at=now, last_used=now)
         if block is None:
-            self._say(id, "it had no meta")
+            self._note(id, "it had no meta")
             return defaults
         try:
             meta = MetaBlock.unpack(block)
         except MetaBlockError as error:
-            self._say(id, f"its meta could not be read: {error.message}")
+            self._note(id, f"its meta could not be read: {error.message}")
             return defaults
         if meta.id == 0:
-            self._say(id, "its meta could not be read: it names no entry")
+            self._note(id, "its meta could not be read: it names no entry")
             return defaults
         if meta.id != id:
-            self._say(id, f"its meta named another entry, {meta.id:016x}")
+            self._note(id, f"its meta named another entry, {meta.id:016x}")
         for problem in meta.problems:
-            self._say(id, problem)
+            self._note(id, problem)
         if meta.ttl is not None and meta.ttl < 0:
-            self._say(id, f"its ttl was {meta.ttl} seconds: now none")
+            self._note(id, f"its ttl was {meta.ttl} seconds: now none")
             meta = replace(meta, ttl=None)
         return replace(meta, id=id)
 
@@ -187,7 +187,7 @@ class Reader:
             if isinstance(entry, int):
                 self._leave_out(unsigned(entry), "rows without an entry")
 
-    def _say(self, id: int, what: str) -> None:
+    def _note(self, id: int, what: str) -> None:
         self.records.append(Record(id, what, True))
 
     def _leave_out(self, id: int, what: str) -> None:
@@ -200,11 +200,11 @@ class Reader:
         return bytes(row[0]) if row is not None else b""
 
     def stored(self, part: Part) -> Bytes:
-        """The bytes of a part as they lie in the file. Raises Lost."""
+        """The bytes of a part as they are in the file. Raises Lost."""
         try:
             return self._read(part, part.size)
         except CorruptStoreError as error:
-            raise Lost(f"its state can not be read: {error.message}") from error
+            raise Lost(f"its state cannot be read: {error.message}") from error
 
     def decoded(self, delta: Bytes, name: str, parent: int) -> Bytes:
         """The state that a delta encodes. Raises Lost."""
@@ -220,7 +220,7 @@ class Reader:
         part = self.parts.get(id, {}).get(name)
         if part is None or id in below:
             raise Lost("its prefix is not in the cache")
-        self._parent = None  # its memory, before that of the next
+        self._parent = None  # free its memory before reading the next parent
         data = self.stored(part)
         if part.parent:
             try:

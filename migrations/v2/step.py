@@ -32,7 +32,7 @@ SCHEMA_PAGES = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Blob:
-    """One state on its way into the new file: `data` is what is stored, `digest` and `size` are those of the state."""
+    """One state to be written: `data` are the stored bytes; `digest` and `size` belong to the decoded state."""
 
     part: str
     kind: str
@@ -60,7 +60,7 @@ def _digest(data: Any) -> bytes:
 
 
 def _cuts(state: Bytes, n_tokens: int) -> _Cuts:
-    """Where the engine could go on from inside this state; nowhere, where its layout is not understood."""
+    """The token counts at which this state can be cut; none if its layout is not understood."""
     try:
         found = layout.parse(state)
     except LayoutError:
@@ -72,7 +72,7 @@ def _cuts(state: Bytes, n_tokens: int) -> _Cuts:
 
 
 def room(c: Connection) -> int:
-    """The most that the new file can have: a value may leave most of a page empty, a large one most of its last two."""
+    """The maximum size of the new file: a small value may leave most of a page empty, a large one most of its last two."""
     values = sum(min(3 * n + 256, n + n // 256 + 2 * PAGE_SIZE) for n in reader_v1.largest(c))
     (n_entries,) = c.execute("SELECT count(*) FROM entries").fetchone() or (0,)
     return int(values + 4096 * n_entries + SCHEMA_PAGES * PAGE_SIZE)
@@ -84,8 +84,8 @@ def examine(c: Connection) -> Outcome:
 
 
 def _outcome(entries: int, records: list[Record]) -> Outcome:
-    gone = {r.id for r in records if not r.kept}
-    return Outcome(entries, tuple(replace(r, kept=r.id not in gone) for r in records))
+    left_out = {r.id for r in records if not r.kept}
+    return Outcome(entries, tuple(replace(r, kept=r.id not in left_out) for r in records))
 
 
 def apply(old: Connection, new: Connection, progress: Progress) -> Outcome:
@@ -109,7 +109,7 @@ def apply(old: Connection, new: Connection, progress: Progress) -> Outcome:
 
 
 def _convert(reader: Reader, writer: _Writer, old: Old) -> None:
-    """Reads an entry and writes it anew; nothing is written where it turns out to be lost."""
+    """Reads an entry and writes it to the new file. Writes nothing if the entry turns out to be lost."""
     parent = old.main.parent if old.main.parent in writer.whole else 0
     main, state = _blob(reader, "main", old.main, parent)
     cuts = _cuts(state, old.n_tokens)
@@ -119,7 +119,7 @@ def _convert(reader: Reader, writer: _Writer, old: Old) -> None:
         try:
             blobs.append(_blob(reader, "draft", old.draft, parent)[0])
         except Lost as lost:
-            reader.records.append(Record(old.id, f"its draft state is gone: {lost}", True))
+            reader.records.append(Record(old.id, f"its draft state is lost: {lost}", True))
     if old.main.parent and not parent:
         reader.records.append(Record(old.id, f"stored whole: its parent {old.main.parent:016x} is not kept whole", True))
     writer.write(old, reader.tokens(old.id), blobs, cuts, parent)
