@@ -64,7 +64,7 @@ def big(path: Path, n: int, size: int) -> dict[int, bytes]:
 
 def killed_at_times(path: Path, times: int, size: int) -> None:
     states = big(path, 24, size)
-    script = "import sys; from kvstore import upgrade; print('go', flush=True); upgrade.upgrade(sys.argv[1])"
+    script = "import sys; from kvstore.storage import schema as upgrade; print('go', flush=True); upgrade.upgrade(sys.argv[1])"
     command = [sys.executable, "-c", script]
     trial = path.with_name("trial")
     shutil.copy(path, trial)
