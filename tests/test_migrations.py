@@ -432,7 +432,7 @@ def test_a_process_that_uses_the_old_file(path: Path, mode: str, how: str) -> No
 
 def test_one_of_many_upgrades(path: Path, crash_free: Callable[[Callable[[], None]], threading.Thread]) -> None:
     expected = legacykit.odd(path, 10)
-    script = "import sys; from kvstore.storage import schema as upgrade; print(upgrade.upgrade(sys.argv[1], timeout=240) is not None)"
+    script = "import sys; from kvstore.storage import schema; print(schema.upgrade(sys.argv[1], timeout=240) is not None)"
     children = [
         subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True) for _ in range(4)
     ]
