@@ -147,7 +147,10 @@ def _rebuild(
     def take(step: Step, c: Connection) -> None:
         if outcomes:
             _require(step, c)
-        outcomes.append(step.apply(c if outcomes else old, c, progress))
+        try:
+            outcomes.append(step.apply(c if outcomes else old, c, progress))
+        except db.MalformedError as error:  # of the old file: the new one was just written
+            raise db.translate(error, path, connection=old) from error
         c.pragma("user_version", step.number)
 
     files.build(database, new, [partial(take, step) for step in steps])

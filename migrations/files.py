@@ -48,7 +48,7 @@ def locked(database: Database) -> Iterator[Connection]:
         database.reopen()
         with database.exclusive() as c:
             try:
-                with db.translated(path):
+                with db.translated(path, connection=c):
                     if c.pragma("journal_mode") == "wal":
                         c.pragma("journal_mode", "delete")
                     c.pragma("locking_mode", "exclusive")  # also between transactions

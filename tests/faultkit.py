@@ -32,6 +32,7 @@ class Faults(apsw.VFS):
         self.kinds = kinds
         self.act = act
         self.n = 0
+        self.alter: Callable[[bytes, int], bytes] | None = None  # by bytes and offset: what a connection that only reads gets
         self.lock = threading.RLock()  # who holds it when power is lost never lets go
         # By path: what one connection wrote is safe when another one syncs the file.
         self.unsynced: dict[str, list[tuple[int, bytes, int]]] = {}
@@ -61,6 +62,7 @@ class File(apsw.VFSFile):
         self.owner = owner
         self.path = name.filename() if isinstance(name, apsw.URIFilename) else name
         self.refused = False
+        self.reads_only = bool(flags[0] & apsw.SQLITE_OPEN_READONLY)
         super().__init__("unix", name, flags)
 
     def remember(self, at: int, n: int) -> None:
@@ -74,7 +76,8 @@ class File(apsw.VFSFile):
         except apsw.IOError as error:
             self.refused = self.refused or error.extendedresult == apsw.SQLITE_IOERR_CORRUPTFS
             raise
-        return super().xRead(amount, offset)
+        data = super().xRead(amount, offset)
+        return data if self.owner.alter is None or not self.reads_only else self.owner.alter(bytes(data), offset)
 
     def xFileControl(self, op: int, pointer: int) -> bool:
         if op == apsw.SQLITE_FCNTL_LAST_ERRNO and self.refused:

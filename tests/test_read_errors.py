@@ -14,6 +14,8 @@ from storekit import dump, noise, state
 
 import kvstore
 from kvstore import Store, operate
+from kvstore.store import repair as repairs
+from kvstore.store.verify import Lenient
 
 PREFIX = list(range(100, 220))
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -165,3 +167,58 @@ def test_verify_says_what_it_could_not_read_and_repair_keeps_it(original: Origin
             broken = False
             assert operate.repair(store, problems) == []
             assert dump(store) == original.model
+
+
+def test_a_parent_goes_only_after_its_own_bytes_were_wrong_twice(original: Original) -> None:
+    """A child is damaged in the file, and one of the reads of its parent's bytes gives a wrong byte."""
+    at, seen = 0, 1
+    while at < seen:
+        at, seen = at + 1, 0
+        path = original.fresh()
+        original.damage(original.children[0])
+        raw, part = path.read_bytes(), state(PREFIX)[7000:7100]  # also where the page has an old copy
+        places = [n for n in range(len(raw)) if raw.startswith(part, n)]
+        with faultkit.failing("eio", 1 << 40) as vfs, Store(path, min_saved_mib=0.001, cache_ram_mib=0) as store:
+
+            def alter(data: bytes, offset: int, at: int = at, places: list[int] = places) -> bytes:
+                nonlocal seen
+                covered = [place - offset for place in places if offset <= place < offset + len(data)]
+                seen += bool(covered)
+                wrong = bytearray(data)
+                for n in covered:
+                    wrong[n] ^= seen == at
+                return bytes(wrong)
+
+            vfs.alter = alter
+            gone = store.get(original.children[0])
+            assert gone is None
+            vfs.alter = None
+            for id in {*original.model} - {original.children[0]}:
+                assert store.get(id) is not None, (at, seen)
+    assert at > 2
+
+
+def test_a_salvage_keeps_class_and_expiry_though_a_read_is_refused(original: Original, tmp_path: Path) -> None:
+    with Store(original.path) as store:
+        before = {e.id: (e.entry_class, e.created_at, e.n_input) for e in store.entries()}
+
+    def salvage(at: int) -> int:
+        """Gives the number of reads."""
+        source = Lenient(str(original.fresh()))
+        try:
+            with Store(tmp_path / f"new-{at}", cache_ram_mib=0) as store, faultkit.failing("eio", at) as vfs:
+                found = repairs.salvage(source, store._engine)
+                assert not found.lost
+            with Store(tmp_path / f"new-{at}") as store:
+                assert {e.id: (e.entry_class, e.created_at, e.n_input) for e in store.entries()} == before, at
+        except kvstore.StoreIOError:
+            pass  # of the new file
+        finally:
+            with suppress(kvstore.StoreIOError):
+                source.close()
+        return vfs.n
+
+    total = salvage(1 << 40)
+    assert total > 10
+    for at in range(1, total + 1):
+        salvage(at)

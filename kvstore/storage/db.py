@@ -233,6 +233,7 @@ class Database:
             self._frozen = frozen
             connection = apsw.Connection(target, flags=flags)
             self.refuse_if_moved()
+        with translated(self.path, self._key is not None, connection):
             connection.set_busy_timeout(int(self.timeout * 1000))
             if self._key is not None:
                 connection.pragma("key", self._key)
@@ -282,7 +283,7 @@ class Database:
 
     def initialise(self) -> None:
         """Page size, vacuum mode and journal mode of a new, empty file; called before the first table is made."""
-        with self._lock, translated(self.path):
+        with self._lock, translated(self.path, connection=self._writer):
             self._set(self._writer, "page_size", PAGE_SIZE)
             self._set(self._writer, "auto_vacuum", AUTO_VACUUM)
             # Again: SQLite has counted it in pages of the size before, which makes 124 MiB of 8.
@@ -290,7 +291,7 @@ class Database:
             self.use_wal()
 
     def use_wal(self) -> None:
-        with self._lock, translated(self.path):
+        with self._lock, translated(self.path, connection=self._writer):
             if not self.memory and self._writer.pragma("journal_mode") != JOURNAL_MODE:
                 self._set(self._writer, "journal_mode", JOURNAL_MODE)
 
@@ -422,8 +423,9 @@ class Database:
             try:
                 if not wait:
                     self._checkpointer.set_busy_timeout(0)
-                in_log, done = self._checkpointer.wal_checkpoint(mode=mode)
-            except (apsw.BusyError, apsw.LockedError):
+                with translated(self.path, connection=self._checkpointer):
+                    in_log, done = self._checkpointer.wal_checkpoint(mode=mode)
+            except BusyError:
                 return False
             finally:
                 self._checkpointer.set_busy_timeout(int(self.timeout * 1000))

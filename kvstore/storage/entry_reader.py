@@ -124,6 +124,18 @@ class EntryReader:
             found = self._hashes[blob] = bkvd.sample_hash(state)
         return found
 
+    def check_whole(self, c: Connection, id: int) -> None:
+        """Raises Damaged where a whole entry's own bytes are wrong."""
+        rows = queries.blobs(c, id)
+        version = tuple(row.id for row in rows)
+        if not any(row.part == "main" for row in rows):
+            raise Damaged(id, "it has no main state", invariant="whole-entry", version=version)
+        for row in rows:
+            if row.kind != "full":
+                raise Damaged(id, "it is not whole", invariant="delta-parent", version=version)
+            with _own_bytes(c, id, version):
+                as_put(id, row, blobs.read(c, row), None, None)
+
     def _read(self, c: Connection, entry: Entry, rows: list[BlobRow]) -> tuple[Bytes, Bytes | None]:
         is_delta = any(row.kind == "bkvd" for row in rows)
         parent = self.stored(c, entry.parent) if is_delta and entry.parent is not None else None
@@ -143,21 +155,11 @@ class EntryReader:
             except Damaged as error:
                 error.version = held.version
                 if row.kind == "bkvd" and entry.parent is not None:
-                    self._check_whole(c, entry.parent)  # the other children of a damaged parent fail with it
+                    self.check_whole(c, entry.parent)  # the other children of a damaged parent fail with it
                 raise
             if row.kind == "bkvd":
                 self._spent("decode_us", time.perf_counter() - started)
         return states["main"], states.get("draft")
-
-    def _check_whole(self, c: Connection, id: int) -> None:
-        """Raises Damaged where a whole entry's own bytes are wrong."""
-        rows = queries.blobs(c, id)
-        version = tuple(row.id for row in rows)
-        for row in rows:
-            if row.kind != "full":
-                raise Damaged(id, "it is not whole", invariant="delta-parent", version=version)
-            with _own_bytes(c, id, version):
-                as_put(id, row, blobs.read(c, row), None, None)
 
     def _stored(
         self, c: Connection, id: int, parent: int | None, rows: list[BlobRow], digests_too: bool

@@ -332,7 +332,7 @@ def newest_blob(c: Connection) -> int:
 
 def expiries_put_off(c: Connection) -> int:
     """How often an entry's expiry became a later one, or an entry one that can be cut (a trigger counts)."""
-    return int(c.execute("SELECT value FROM counters WHERE name = 'put_off'").get or 0)
+    return int(c.execute("SELECT CAST(value AS INTEGER) FROM counters WHERE name = 'put_off'").get or 0)
 
 
 def entries_of_blobs_after(

@@ -56,7 +56,8 @@ def delete_orphans(c: Connection) -> int:
 
 def unswept(c: Connection) -> int:
     """0 where no row can refer to nothing; else a number that grows with each change that may have left one."""
-    return int(c.execute("SELECT value FROM counters WHERE name = ?", (UNSWEPT,)).get or 0)
+    sql = "SELECT CASE typeof(value) WHEN 'integer' THEN value ELSE 1 END FROM counters WHERE name = ?"
+    return int(c.execute(sql, (UNSWEPT,)).get or 0)
 
 
 def mark_unswept(c: Connection) -> None:
@@ -65,7 +66,7 @@ def mark_unswept(c: Connection) -> None:
 
 def mark_swept(c: Connection, seen: int) -> None:
     """Notes that all rows were looked at since the number was `seen`."""
-    c.execute("DELETE FROM counters WHERE name = ? AND value = ?", (UNSWEPT, seen))
+    c.execute("DELETE FROM counters WHERE name = ? AND (value = ? OR typeof(value) <> 'integer')", (UNSWEPT, seen))
 
 
 def top_families(c: Connection, limit: int) -> list[FamilyStats]:

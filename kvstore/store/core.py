@@ -645,9 +645,13 @@ class Engine:
         try:
             return self.read_twice(id)
         except Damaged as error:
-            if error.id != id:
-                log.warning("entry %s cannot be served: its parent %s, %s", hex_id(id), hex_id(error.id), error.reason)
-            self._drop_damaged(error)
+            if self._drop_damaged(error, id):
+                return None
+        try:
+            return self.read_twice(id)  # the parent's bytes are right now
+        except Damaged as error:
+            if error.id == id:
+                self._drop_damaged(error, id)
         return None
 
     def read_twice(self, id: int) -> SavedState | None:
@@ -679,8 +683,21 @@ class Engine:
             self._drop_quietly(id, "expired")
         return None
 
-    def _drop_damaged(self, damaged: Damaged) -> None:
+    def _drop_damaged(self, damaged: Damaged, id: int) -> bool:
+        """Drops what kept entry `id` from being read: itself, or its parent where that is wrong again. False where it is not.
+
+        Many entries go with a parent, and what failed twice was the child: the parent's bytes may have been wrong once.
+        """
+        if damaged.id != id:
+            log.warning("entry %s cannot be served: its parent %s, %s", hex_id(id), hex_id(damaged.id), damaged.reason)
+            try:
+                with self.db.read(fresh=True) as c:
+                    self.reader.from_disk().check_whole(c, damaged.id)
+                return False
+            except Damaged as again:
+                damaged = again
         self._drop_quietly(damaged.id, f"damaged: {damaged.reason}", damaged.version)
+        return True
 
     def _drop_quietly(self, id: int, why: str, version: tuple[int, ...] | None = None) -> None:
         """Drops what cannot be served, where the file can be written now, and if it still is of the version that was read.
@@ -787,7 +804,8 @@ class Engine:
             return self._set(id, entry_class, source, ttl)
         except CorruptStoreError as error:
             if isinstance(error, Damaged):
-                self._drop_damaged(error)
+                if not self._drop_damaged(error, id):
+                    return self._set(id, entry_class, source, ttl)
             elif not self._drop_unreadable(id):
                 raise
             raise NotFoundError(f"entry {hex_id(id)} was damaged, and is dropped", id=hex_id(id)) from error

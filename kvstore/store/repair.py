@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from .. import bkvd
-from ..errors import KVStoreError
+from ..errors import KVStoreError, StoreIOError
 from ..meta import MetaBlock
 from ..storage import blobs, db, queries, queries_upkeep
 from ..storage import integrity as audit
@@ -127,11 +127,9 @@ class _Rows:
         self.collected = True
 
     def _row(self, read: Callable[[Connection, int], T | None], id: int) -> T | None:
-        try:
-            with self._database.exclusive() as c:
-                return read(c, id)
-        except Unreadable:
-            return None
+        with suppress(StoreIOError):
+            return _part(self._database, lambda c: read(c, id))
+        return None
 
     def blobs(self, c: Connection, id: int) -> list[BlobRow]:
         return self._blobs.get(id, []) if self.collected else queries.blobs(c, id)
@@ -148,7 +146,9 @@ def salvage(source: Lenient, target: Engine, progress: Progress | None = None) -
     ids, lost = check.all_ids(source)
     listed: list[tuple[bool, int, int]] = []
     for id in ids:
-        entry = _part(source, lambda c, id=id: queries.meta_alone(c, id))  # type: ignore[misc]
+        entry = None
+        with suppress(StoreIOError):  # said when the entry is copied
+            entry = _part(source, lambda c, id=id: queries.meta_alone(c, id))  # type: ignore[misc]
         listed.append((False, id, 1) if entry is None else (entry.parent is not None, id, entry.size))
     total = sum(row[2] for row in listed)
     done = 0
@@ -236,6 +236,14 @@ def _try(source: Lenient, rows: _Rows, id: int) -> copies.Exported | str:
             states = _states(c, rows, id)
     except (*Unreadable, blobs.UnreadableBlob) as error:
         return error.reason if isinstance(error, Damaged) else error.message if isinstance(error, KVStoreError) else str(error)
+    try:
+        return _with_rows(source, id, states)
+    except StoreIOError as error:
+        return error.message
+
+
+def _with_rows(source: Lenient, id: int, states: dict[str, Bytes]) -> copies.Exported | str:
+    """An entry of these states, or why it cannot be read. Raises StoreIOError."""
     # What is left of its rows, and what indexes repeat of those that are lost.
     entry = _part(source, lambda c: queries.meta_alone(c, id))
     indexed = _part(source, lambda c: audit.tokens_by_index(c, id))
@@ -259,11 +267,17 @@ def _try(source: Lenient, rows: _Rows, id: int) -> copies.Exported | str:
 
 
 def _part(source: Lenient, read: Callable[[Connection], T | None]) -> T | None:
-    try:
-        with source.read() as c:
-            return read(c)
-    except Unreadable:
-        return None
+    """What is left of an entry, None where it is damaged. Raises StoreIOError where the system refuses it twice."""
+    for last in (False, True):
+        try:
+            with source.read(fresh=last) as c:
+                return read(c)
+        except StoreIOError:
+            if last:
+                raise
+        except Unreadable:
+            return None
+    return None
 
 
 def _states(c: Connection, rows: _Rows, id: int) -> dict[str, Bytes]:

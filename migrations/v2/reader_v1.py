@@ -232,7 +232,8 @@ class Reader:
 
     def _read(self, part: Part, n: int) -> Bytes:
         out: Any = np.empty(n, np.uint8)
-        with translated(self._path), self._c.blob_open("main", "blobs", "data", part.rowid, False) as handle:
+        c = self._c
+        with translated(self._path, connection=c), c.blob_open("main", "blobs", "data", part.rowid, False) as handle:
             handle.read_into(out, 0, n)
         state: Bytes = out
         return state
