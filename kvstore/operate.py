@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from .errors import CorruptStoreError, InvalidInputError, KVStoreError, NotAStoreError, NotFoundError, StoreIOError
-from .storage import db, queries, queries_lists, queries_upkeep
+from .storage import db, peek, queries, queries_lists, queries_upkeep
 from .storage.entry_reader import Damaged
 from .store import copies
 from .store import repair as repairs
@@ -262,7 +262,7 @@ def _existing(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     if not os.path.exists(text):
         raise StoreIOError(f"{text} does not exist", path=text, hint="give the path of a kvstore file")
-    db.refuse_other_kinds(text)
+    peek.refuse_other_kinds(text)
     text = db.resolve(text)
     db.refuse_network_filesystem(text)
     return text

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import takewhile
 
 from kvstore.errors import MigrationError
-from kvstore.storage import db
+from kvstore.storage import sqlite
 from kvstore.storage.db import Connection, Database
 
 from . import files
@@ -107,7 +107,7 @@ def _run_some(database: Database, version: int, progress: Progress | None, *, ba
     path = os.path.realpath(database.path)
     try:
         with files.locked(database) as c:
-            version = db.user_version(c)
+            version = sqlite.user_version(c)
             ahead = plan(c, version)
             if not ahead:
                 return None

@@ -41,7 +41,7 @@ def counted(real):
         count()
         return result
     return call
-from kvstore import upgrade
+from kvstore.storage import schema as upgrade
 for name in ("link", "chmod", "replace", "fsync", "chown"):
     setattr(os, name, counted(getattr(os, name)))
 upgrade.upgrade(path, count, key=key)

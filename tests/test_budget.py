@@ -18,7 +18,7 @@ from storekit import MIB, dump, file_bytes, noise, state
 
 import kvstore
 from kvstore import Store
-from kvstore.storage import blobs
+from kvstore.storage import geometry
 
 Opener = Callable[..., Store]
 PREFIX = list(range(100, 600))
@@ -473,7 +473,7 @@ def test_sharing_and_learning_see_what_is_on_its_way(open_store: Opener, path: P
 
 
 def test_batches_of_a_large_put_let_others_write(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blobs, "BATCH_CHUNKS", 1)
+    monkeypatch.setattr(geometry, "BATCH_CHUNKS", 1)
     store = open_store(cache_ram_mib=0)
     other = open_store(cache_ram_mib=0)
     done = threading.Event()

@@ -28,15 +28,15 @@ from kvstore import (
     errors,
     operate,
 )
-from kvstore.storage import db, keys
+from kvstore.storage import keys, sqlite
 from kvstore.storage import schema as upgrade
 from kvstore.storage import sniff as header
 
 ROOT = Path(__file__).resolve().parent.parent
 KEY = "correct horse"
 TOKENS = list(range(50))
-needs_cipher = pytest.mark.skipif(not db.HAS_CIPHER, reason="needs apsw-sqlite3mc (make test-encryption)")
-without_cipher = pytest.mark.skipif(db.HAS_CIPHER, reason="this SQLite has a cipher")
+needs_cipher = pytest.mark.skipif(not sqlite.HAS_CIPHER, reason="needs apsw-sqlite3mc (make test-encryption)")
+without_cipher = pytest.mark.skipif(sqlite.HAS_CIPHER, reason="this SQLite has a cipher")
 
 
 def openers(path: Path, key: Any) -> dict[str, Callable[[], object]]:

@@ -18,7 +18,7 @@ import pytest
 from storekit import noise
 
 from kvstore import KVStoreError, Store
-from kvstore.storage import blobs, writers
+from kvstore.storage import geometry, writers
 from kvstore.store import disk_budget as space
 
 if not hasattr(os, "fork"):
@@ -32,8 +32,8 @@ locks = pytest.mark.skipif(sys.platform != "linux", reason="open file descriptio
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blobs, "CHUNK_BYTES", 50_000)
-    monkeypatch.setattr(blobs, "BATCH_CHUNKS", 2)
+    monkeypatch.setattr(geometry, "CHUNK_BYTES", 50_000)
+    monkeypatch.setattr(geometry, "BATCH_CHUNKS", 2)
 
 
 def side(path: Path) -> Path:
@@ -391,7 +391,7 @@ def test_where_the_file_cannot_be_made_the_process_is_the_sign(
                 other.gc()
             assert staged(path) == [name]
         assert store.match([1]) is not None
-        monkeypatch.setattr(blobs, "BATCH_CHUNKS", 1 << 20)
+        monkeypatch.setattr(geometry, "BATCH_CHUNKS", 1 << 20)
         stage(path, name.decode())
         store.gc()
         assert staged(path) == []

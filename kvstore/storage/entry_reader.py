@@ -14,10 +14,11 @@ from .. import bkvd
 from ..errors import CorruptStoreError, DeltaError
 from ..types import Bytes, Entry, hex_id
 from ..util.hashing import Hasher, digest
-from . import blobs, queries
-from .db import Connection, MalformedError, read_failed
-from .queries import BlobRow
+from . import blobs, queries_blobs
+from .db import Connection
+from .queries_blobs import BlobRow
 from .ram_cache import Held, RamCache
+from .sqlite import MalformedError, read_failed
 
 # Below this a thread for the digest costs more than it saves.
 PARALLEL_DIGEST_BYTES = 8 << 20
@@ -94,7 +95,7 @@ class EntryReader:
 
     def read(self, c: Connection, entry: Entry) -> tuple[Bytes, Bytes | None]:
         """The states of an entry as they were put: main, and draft or None; read-only. Raises Damaged."""
-        rows = queries.blobs(c, entry.id)
+        rows = queries_blobs.blobs(c, entry.id)
         try:
             return self._read(c, entry, rows)
         except Damaged:
@@ -107,7 +108,7 @@ class EntryReader:
 
     def stored(self, c: Connection, id: int) -> Held:
         """The stored form of a whole entry, from RAM or disk. Raises Damaged."""
-        rows = queries.blobs(c, id)
+        rows = queries_blobs.blobs(c, id)
         if any(row.kind != "full" for row in rows):
             raise Damaged(id, "it is not whole, and others are stored against it", invariant="delta-parent")
         return self._stored(c, id, None, rows, False)[0]
@@ -151,7 +152,7 @@ class EntryReader:
 
     def _check_whole(self, c: Connection, id: int) -> None:
         """Raises Damaged where a whole entry's own bytes are wrong."""
-        rows = queries.blobs(c, id)
+        rows = queries_blobs.blobs(c, id)
         version = tuple(row.id for row in rows)
         for row in rows:
             if row.kind != "full":

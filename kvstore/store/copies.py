@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import BusyError, InvalidInputError, KVStoreError
 from ..meta import MetaBlock
-from ..storage import db, queries
+from ..storage import db, geometry, queries, queries_blobs
 from ..storage import prefix_index as prefixes
 from ..storage.db import Connection, Database
 from ..storage.entry_reader import Damaged
@@ -21,7 +21,6 @@ from .core import Engine
 from .put_request import Job, new_id
 from .verify import Progress
 
-PAGES_PER_STEP = 256  # 16 MiB
 # VACUUM builds the new file in memory up to this size, beyond it in an unnamed temporary file.
 VACUUM_IN_MEMORY = 1 << 30
 
@@ -54,11 +53,11 @@ def backup(database: Database, path: str, progress: Progress | None = None) -> N
         try:
             # In one read transaction, so that no writer makes it start again.
             with copy.exclusive() as to, database.read() as c:
-                page_size, n_pages, _ = queries.pages(c)
+                page_size, n_pages, _ = queries_blobs.pages(c)
                 to.pragma("page_size", page_size)  # an encrypted copy cannot take over another
                 with to.backup("main", c, "main") as running:
                     while not running.done:
-                        running.step(PAGES_PER_STEP)
+                        running.step(geometry.BACKUP_PAGES)
                         if progress is not None:
                             progress((n_pages - running.remaining) * page_size, n_pages * page_size)
         finally:

@@ -22,8 +22,10 @@ from ..errors import (
 )
 from ..storage import (
     blobs,
+    geometry,
     policy,
     queries,
+    queries_blobs,
     writers,
 )
 from ..storage import (
@@ -38,15 +40,16 @@ from ..storage import (
 from ..storage import (
     usage as tally,
 )
-from ..storage.db import Connection, ConstraintError, Database
+from ..storage.db import Connection, Database
 from ..storage.disk import SPARE_BYTES, Spare, free_bytes
 from ..storage.entry_reader import Damaged, EntryReader
 from ..storage.prefix_filter import PrefixFilters
 from ..storage.ram_cache import RamCache
+from ..storage.sqlite import ConstraintError
 from ..storage.usage import Tally
 from ..types import Entry, EntryClass, SavedState, Source, hex_id
 from ..util.workers import Workers
-from .disk_budget import LOG_PAGES, NEW_PAGES, Space
+from .disk_budget import Space
 from .entry_codec import Parent, Part, Shelf
 from .put_request import Job
 
@@ -55,7 +58,6 @@ log.addHandler(logging.NullHandler())  # silent unless the program that uses us 
 # A put larger than this checkpoints each time it has written so much: its log stays smaller than it.
 LOG_BYTES = 512 << 20
 RESERVE_FROM = 8 << 20
-CHUNKS_PER_STEP = 8  # seven of them share a page of their table
 TRIES = 8  # of a put whose parent or staged blob another process removes
 # Why an entry may go: what someone asked for is no eviction, and what a newer entry serves is no loss.
 ASKED = ("deleted", "taken")
@@ -236,7 +238,7 @@ class Engine:
         if entry is not None:
             dropped.append((entry, why))
         if self._detaching:
-            queries.detach_blobs(c, id)
+            queries_blobs.detach_blobs(c, id)
         try:
             queries.delete_entry(c, id)
         except ConstraintError:
@@ -269,7 +271,7 @@ class Engine:
             with self.db.read(fresh=True) as c:
                 queries.entry(c, id, None)
                 queries.tokens(c, id)
-                queries.blobs(c, id)
+                queries_blobs.blobs(c, id)
             return False
         except StoreIOError:
             return False
@@ -397,7 +399,7 @@ class Engine:
     def identical(self, c: Connection, fingerprint: int, job: Job) -> Entry | None:
         """The live entry that holds these tokens and these very bytes already; one that a queued put renewed is live."""
         for id in queries.same_tokens(c, fingerprint, job.key):
-            entry, rows = queries.entry(c, id, fingerprint), queries.blobs(c, id)
+            entry, rows = queries.entry(c, id, fingerprint), queries_blobs.blobs(c, id)
             if entry is None or (self.is_expired(entry) and id != job.id):
                 continue
             if {row.part: row.size for row in rows} != job.digests.sizes:
@@ -442,7 +444,7 @@ class Engine:
         if self.db.memory:
             return False
         total = sum(part.data.size for part in parts)
-        need = 2 * total + (LOG_PAGES + NEW_PAGES) * self.space.page_size
+        need = 2 * total + (geometry.LOG_PAGES + geometry.NEW_PAGES) * self.space.page_size
         with suppress(KVStoreError):
             self.db.checkpoint(truncate=True)
             self.freeing(lambda: self.space.give_back_all(need))
@@ -472,7 +474,7 @@ class Engine:
                 self._write_batches(parts, staged, need, batch, spare, writer, write)
                 with self.space.room(need - total, need - total, spare) as (c, dropped):
                     for blob, part in zip(staged, parts, strict=True):
-                        if queries.chunk_total(c, blob)[1] != part.data.size:
+                        if queries_blobs.chunk_total(c, blob)[1] != part.data.size:
                             raise _Lost
                     return self._publish(c, job, parts, staged, parent, prefix, dropped)
 
@@ -486,17 +488,17 @@ class Engine:
         writer: str,
         write: Callable[..., int],
     ) -> None:
-        count = max(1, batch // blobs.CHUNK_BYTES)
+        count = max(1, batch // geometry.CHUNK_BYTES)
         logged = 0
         for blob, part in zip(staged, parts, strict=True):
             seq = 0
             while seq >= 0:
-                left = need - seq * blobs.CHUNK_BYTES
+                left = need - seq * geometry.CHUNK_BYTES
                 with self.space.room(left, min(left, batch), spare, durable=False) as (c, _):
-                    if queries.blob_writer(c, blob) != writer:
+                    if queries_blobs.blob_writer(c, blob) != writer:
                         raise _Lost
                     seq = write(c, blob, part.data, seq, count)
-                logged += count * blobs.CHUNK_BYTES
+                logged += count * geometry.CHUNK_BYTES
                 if logged > LOG_BYTES and not self.space.limited:
                     self.db.checkpoint()
                     logged = 0
@@ -522,14 +524,14 @@ class Engine:
     def reclaim(self, c: Connection) -> int:
         """Deletes what puts that failed, or whose process died, left staged; gives the number of blobs."""
         path = None if self.db.memory else self.db.path
-        dead = [blob for blob, writer in queries.staged(c) if not writers.alive(writer, path)]
-        return sum(queries.delete_staged(c, blob) for blob in dead)
+        dead = [blob for blob, writer in queries_blobs.staged(c) if not writers.alive(writer, path)]
+        return sum(queries_blobs.delete_staged(c, blob) for blob in dead)
 
     def clear_cut_off(self, *, wait: bool = True) -> int:
         """`reclaim`, in a transaction of its own where there is something to do; gives the space back."""
         path = None if self.db.memory else self.db.path
         with self.db.read() as c:
-            left = queries.staged(c)
+            left = queries_blobs.staged(c)
         n = 0
         if any(not writers.alive(writer, path) for _, writer in left):
             n = self.freeing(lambda: self._reclaim(wait))
@@ -545,7 +547,7 @@ class Engine:
         except DiskFullError:
             n = self._reclaim_in_steps(wait)
         with suppress(DiskFullError), self.db.write(durable=False, wait=wait) as c:
-            queries.incremental_vacuum(c, self.space.bite(queries.pages(c)[2], 3))
+            queries_blobs.incremental_vacuum(c, self.space.bite(queries_blobs.pages(c)[2], geometry.PAGES_PER_FREED))
         self.db.checkpoint(truncate=True, wait=False)
         return n
 
@@ -553,19 +555,19 @@ class Engine:
         """`reclaim`, a few chunks in a transaction, for a disk that has hardly room for a log."""
         path = None if self.db.memory else self.db.path
         with self.db.read() as c:
-            dead = [blob for blob, writer in queries.staged(c) if not writers.alive(writer, path)]
+            dead = [blob for blob, writer in queries_blobs.staged(c) if not writers.alive(writer, path)]
         for blob in dead:
             more = True
             while more:
                 self.db.checkpoint(truncate=True, wait=wait)
                 with self.db.write(durable=False, wait=wait) as c:
-                    more = queries.delete_last_chunks(c, blob, CHUNKS_PER_STEP)
+                    more = queries_blobs.delete_last_chunks(c, blob, geometry.CHUNKS_PER_STEP)
                     if not more:
-                        queries.delete_staged(c, blob)
+                        queries_blobs.delete_staged(c, blob)
         return len(dead)
 
     def _stage(self, c: Connection, parts: list[Part], writer: str) -> list[int]:
-        return [queries.stage_blob(c, p.name, p.kind, p.size, p.data.size, writer) for p in parts]
+        return [queries_blobs.stage_blob(c, p.name, p.kind, p.size, p.data.size, writer) for p in parts]
 
     def evictor(self, dropped: list[tuple[Entry, str]]) -> Callable[[Connection, int, str], None]:
         return lambda c, id, why: self.drop(c, id, why, dropped)
@@ -584,7 +586,7 @@ class Engine:
 
         `prefix` is the learned entry that the put was tried against: another may have come, or it may have gone.
         """
-        if parent is not None and tuple(row.id for row in queries.blobs(c, parent.id)) != parent.version:
+        if parent is not None and tuple(row.id for row in queries_blobs.blobs(c, parent.id)) != parent.version:
             raise _Lost
         fingerprint = queries.add_fingerprint(c, self.fingerprint)
         if self._shares(c, fingerprint, job):
@@ -607,13 +609,13 @@ class Engine:
         if not job.cuts.any:
             queries.insert_cuts(c, entry.id, fingerprint, job.key, job.cuts.counts)
         for blob, part in zip(staged, parts, strict=True):
-            if not queries.finish_blob(c, blob, entry.id, part.digest):
+            if not queries_blobs.finish_blob(c, blob, entry.id, part.digest):
                 raise _Lost
         if entry.parent is not None:
             queries.touch(c, entry.id, 0, entry.last_used)
         queries.count_family(c, entry.family, 1, 0)
         queries.set_family_flags(c, entry.id, True, False)
-        return entry, tuple(row.id for row in queries.blobs(c, entry.id))
+        return entry, tuple(row.id for row in queries_blobs.blobs(c, entry.id))
 
     def _drop_contained(self, c: Connection, fingerprint: int, job: Job, dropped: list[tuple[Entry, str]]) -> None:
         """Drops the normal entries that the entry being put serves: their tokens begin its own."""
@@ -623,7 +625,7 @@ class Engine:
             c, self.filters, fingerprint, job.key[:-4], self.now(), "removable", committed=False
         )
         for id, n in found:
-            if job.cuts.serves(n) and (job.draft is not None or len(queries.blobs(c, id)) == 1):
+            if job.cuts.serves(n) and (job.draft is not None or len(queries_blobs.blobs(c, id)) == 1):
                 self.drop(c, id, "contained", dropped)
 
     # -- get
@@ -692,7 +694,7 @@ class Engine:
             return
         try:
             with self.writing() as (c, dropped):
-                if version is not None and tuple(row.id for row in queries.blobs(c, id)) != version:
+                if version is not None and tuple(row.id for row in queries_blobs.blobs(c, id)) != version:
                     return
                 if why != "expired" or not queries.has_live_children(c, id, self.now()):
                     self.drop(c, id, why, dropped)
@@ -766,18 +768,18 @@ class Engine:
         except Damaged:
             with self.db.read(fresh=True) as again:
                 main, draft = self.reader.from_disk().read(again, entry)
-        digests = {row.part: row.digest for row in queries.blobs(c, entry.id)}
+        digests = {row.part: row.digest for row in queries_blobs.blobs(c, entry.id)}
         parts, _ = self.shelf.build(main, draft, digests, None, 0)
         return self.replace_parts(c, entry, parts, None)
 
     def replace_parts(self, c: Connection, entry: Entry, parts: list[Part], parent: int | None) -> Entry:
         """Stores the same states of an entry in another form, inside a transaction that has made room for them."""
-        for row in queries.blobs(c, entry.id):
-            queries.delete_blob(c, row.id)
+        for row in queries_blobs.blobs(c, entry.id):
+            queries_blobs.delete_blob(c, row.id)
         staged = self._stage(c, parts, writers.process_name())
         for blob, part in zip(staged, parts, strict=True):
             blobs.write(c, blob, part.data)
-            queries.finish_blob(c, blob, entry.id, part.digest)
+            queries_blobs.finish_blob(c, blob, entry.id, part.digest)
         stored = sum(part.data.size for part in parts)
         queries.set_stored(c, entry.id, stored, parent)
         return dataclasses.replace(entry, stored=stored, parent=parent)

@@ -13,21 +13,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeAlias
 
 from ..errors import BusyError, DiskFullError, InvalidInputError, OverBudgetError
-from ..storage import blobs, policy, queries
+from ..storage import geometry, policy, queries, queries_blobs
 from ..storage.db import Connection, Database
 from ..storage.disk import free_bytes
 from ..types import Entry
 
-# Pages that a transaction writes beside its chunks: the b-trees of entries, meta, blobs and totals, and the free list.
-LOG_PAGES = 28
-# By which those grow with an entry, and what the empty schema takes.
-NEW_PAGES = 10
-BASE_PAGES = 34
-# One eviction was seen to write up to 15 pages, most of them the same ones again for the next.
-PAGES_EVICTED = 15
-# Of one transaction that prunes: others get their turn in between.
-EVICTED_PER_BITE = 64
-PAGES_GIVEN_BACK = 1024
+EVICTED_PER_STEP = 64  # by one transaction that prunes: others get their turn in between
 Evict: TypeAlias = Callable[[Connection, int, str], None]
 Dropped: TypeAlias = list[tuple[Entry, str]]
 Transaction: TypeAlias = AbstractContextManager[tuple[Connection, Dropped]]
@@ -66,19 +57,19 @@ class Space:
     def page_size(self) -> int:
         if not self._page_size:
             with self.database.read() as c:
-                self._page_size = queries.pages(c)[0]
+                self._page_size = queries_blobs.pages(c)[0]
         return self._page_size
 
     def batch_bytes(self) -> int:
         """How much one transaction may write: a small budget gets a small log."""
-        largest = blobs.BATCH_CHUNKS * blobs.CHUNK_BYTES
-        return largest if not self.limited else max(1 << 20, min(largest, self.budget // 16))
+        largest = geometry.BATCH_CHUNKS * geometry.CHUNK_BYTES
+        return largest if not self.limited else max(geometry.SMALLEST_BATCH_BYTES, min(largest, self.budget // 16))
 
     def bite(self, n: int, pages_each: int) -> int:
         """How many of n things, each of which writes so many pages, one transaction may do."""
         if not self.limited:
             return n
-        return max(1, min(n, (LOG_PAGES + self.batch_bytes() // self.page_size) // pages_each))
+        return max(1, min(n, (geometry.LOG_PAGES + self.batch_bytes() // self.page_size) // pages_each))
 
     def empty_log(self, *, wait: bool = True) -> None:
         """So that the log counts for nothing in the next transaction."""
@@ -87,13 +78,13 @@ class Space:
 
     def most(self) -> int:
         """Bytes that can be written at once, if all else goes."""
-        pages = self.budget // self.page_size - BASE_PAGES - NEW_PAGES - LOG_PAGES
+        pages = self.budget // self.page_size - geometry.BASE_PAGES - geometry.NEW_PAGES - geometry.LOG_PAGES
         return max(0, pages // 2 * self.page_size)
 
     def _most_pages(self, log_bytes: int) -> int:
         """Pages that the file may have, if the log is empty and a transaction writes so much."""
         log_bytes = max(log_bytes, self.batch_bytes())
-        return self.budget // self.page_size - self._pages(log_bytes) - LOG_PAGES
+        return self.budget // self.page_size - self._pages(log_bytes) - geometry.LOG_PAGES
 
     def _pages(self, n_bytes: int) -> int:
         return -(-n_bytes // self.page_size)
@@ -102,9 +93,9 @@ class Space:
         """Whether a transaction that has begun may store need_bytes more, and write log_bytes of them itself."""
         if not self.limited:
             return True
-        _, pages, free = queries.pages(c)
+        _, pages, free = queries_blobs.pages(c)
         most = self._most_pages(log_bytes) - self._pages(self.database.wal_bytes())
-        return pages + max(0, self._pages(need_bytes) + NEW_PAGES - free) <= most
+        return pages + max(0, self._pages(need_bytes) + geometry.NEW_PAGES - free) <= most
 
     @contextmanager
     def room(
@@ -135,16 +126,16 @@ class Space:
         """Evicts, and shrinks the file, until need_bytes more fit."""
         if not self.limited:
             return
-        need = self._pages(need_bytes) + NEW_PAGES
+        need = self._pages(need_bytes) + geometry.NEW_PAGES
         most = self._most_pages(log_bytes)
         while True:
             self.empty_log()
             with self.database.read() as c:
-                _, pages, free = queries.pages(c)
+                _, pages, free = queries_blobs.pages(c)
                 if pages + max(0, need - free) <= most:
                     return
                 kept = None if spare is None else queries.entry(c, spare, None)
-            least = BASE_PAGES + (0 if kept is None else self._pages(kept.stored))
+            least = geometry.BASE_PAGES + (0 if kept is None else self._pages(kept.stored))
             self._refuse(least + need - most)
             try:
                 with self._writing(durable=False) as (c, dropped):
@@ -156,8 +147,8 @@ class Space:
     def _evict(self, c: Connection, dropped: Dropped, need: int, most: int, spare: int | None) -> int:
         """One bite of evictions and of shrinking; the pages that are missing when nothing is left to evict."""
         evict = self._evictor(dropped)
-        _, pages, free = queries.pages(c)
-        evictions = self.bite(1 << 30, PAGES_EVICTED)
+        _, pages, free = queries_blobs.pages(c)
+        evictions = self.bite(1 << 30, geometry.PAGES_EVICTED)
         missing = 0
         while pages - free + need > most and evictions:
             victim = queries.least_recently_used(c, spare)
@@ -166,9 +157,9 @@ class Space:
                 break
             evict(c, victim, "disk_budget")
             evictions -= 1
-            _, pages, free = queries.pages(c)
+            _, pages, free = queries_blobs.pages(c)
         if (surplus := min(free, pages - most)) > 0:
-            queries.incremental_vacuum(c, self.bite(surplus, 3))
+            queries_blobs.incremental_vacuum(c, self.bite(surplus, geometry.PAGES_PER_FREED))
         return missing
 
     def shrink(self, gone: list[int]) -> None:
@@ -179,17 +170,17 @@ class Space:
         if not self.limited:
             return
         most = self._most_pages(0)
-        if most < BASE_PAGES:
+        if most < geometry.BASE_PAGES:
             most = self.budget // self.page_size
         while True:
             self.empty_log()
             with self.database.read() as c:
-                before = queries.pages(c)[1]
+                before = queries_blobs.pages(c)[1]
             if before <= most:
                 return
             with self._writing(durable=False) as (c, dropped):
                 missing = self._evict(c, dropped, 0, most, None)
-                after = queries.pages(c)[1]
+                after = queries_blobs.pages(c)[1]
             gone += [entry.id for entry, _ in dropped]
             if after >= before and (missing or not dropped):
                 self.empty_log()
@@ -207,7 +198,7 @@ class Space:
 
     def check_size(self, max_bytes: int) -> None:
         """Raises InvalidInputError where not even an empty store has room."""
-        least = BASE_PAGES * self.page_size
+        least = geometry.BASE_PAGES * self.page_size
         if max_bytes < least:
             raise InvalidInputError(
                 f"max_size is {max_bytes} bytes, and an empty store can take {least}", hint=f"give at least {least} bytes"
@@ -223,15 +214,16 @@ class Space:
             self.database.checkpoint(truncate=True)
             with self._writing(durable=False) as (c, dropped):
                 evict = self._evictor(dropped)
-                _, pages, free = before = queries.pages(c)
-                evictions = self.bite(EVICTED_PER_BITE, PAGES_EVICTED)
+                _, pages, free = before = queries_blobs.pages(c)
+                evictions = self.bite(EVICTED_PER_STEP, geometry.PAGES_EVICTED)
                 while pages - free > most and evictions and (victim := queries.least_recently_used(c, None)) is not None:
                     evict(c, victim, "max_size")
                     evictions -= 1
-                    _, pages, free = queries.pages(c)
+                    _, pages, free = queries_blobs.pages(c)
                 if (surplus := min(free, pages - most)) > 0:
-                    queries.incremental_vacuum(c, self.bite(min(surplus, PAGES_GIVEN_BACK), 3))
-                changed = queries.pages(c) != before
+                    surplus = min(surplus, geometry.FREE_PAGES_PER_STEP)
+                    queries_blobs.incremental_vacuum(c, self.bite(surplus, geometry.PAGES_PER_FREED))
+                changed = queries_blobs.pages(c) != before
             gone += [entry for entry, _ in dropped]
             emptied = self.database.checkpoint(truncate=True)
             if not changed and (emptied or time.monotonic() > give_up) and self.database.file_bytes() > max_bytes:
@@ -257,7 +249,7 @@ class Space:
         """
         while until is None or free_bytes(self.database.path) < until:
             self.empty_log()
-            before, left = self._vacuum(1024 if until is None else self._pages(until), wait=True)
+            before, left = self._vacuum(geometry.FREE_PAGES_PER_STEP if until is None else self._pages(until), wait=True)
             self.database.checkpoint(truncate=True)
             if left == 0 or left >= before:
                 return
@@ -267,9 +259,9 @@ class Space:
         while True:
             try:
                 with self.database.write(durable=False, wait=wait) as c:
-                    before = queries.pages(c)[2]
-                    queries.incremental_vacuum(c, self.bite(n_pages, 3))
-                    return before, queries.pages(c)[2]
+                    before = queries_blobs.pages(c)[2]
+                    queries_blobs.incremental_vacuum(c, self.bite(n_pages, geometry.PAGES_PER_FREED))
+                    return before, queries_blobs.pages(c)[2]
             except DiskFullError:
                 if n_pages <= 1:
                     raise

@@ -8,7 +8,7 @@ import time
 from .. import layout, slotfile
 from ..errors import CorruptStoreError, InvalidInputError, LayoutError, NotFoundError
 from ..layout.reader import as_bytes
-from ..storage import policy, queries
+from ..storage import policy, queries, queries_blobs
 from ..storage import prefix_index as prefixes
 from ..storage.db import Connection
 from ..storage.policy import cuts_of
@@ -109,8 +109,8 @@ def _adopt_one(engine: Engine, id: int, learned: Entry) -> bool:
             present = queries.entry(c, entry.parent, None)
             if present is not None and present.n_tokens >= learned.n_tokens:
                 return False
-        version = tuple(row.id for row in queries.blobs(c, id))
-        digests = {row.part: row.digest for row in queries.blobs(c, id)}
+        version = tuple(row.id for row in queries_blobs.blobs(c, id))
+        digests = {row.part: row.digest for row in queries_blobs.blobs(c, id)}
         main, draft = engine.reader.read(c, entry)
         held = engine.reader.stored(c, learned.id)
     parent = Parent(learned.id, learned.n_tokens, held.version, held)
@@ -120,9 +120,9 @@ def _adopt_one(engine: Engine, id: int, learned: Entry) -> bool:
         return False
     with engine.space.room(stored, stored, learned.id) as (c, _):
         # Another thread or process may have been here since the read.
-        if tuple(row.id for row in queries.blobs(c, id)) != version:
+        if tuple(row.id for row in queries_blobs.blobs(c, id)) != version:
             return False
-        if tuple(row.id for row in queries.blobs(c, learned.id)) != held.version:
+        if tuple(row.id for row in queries_blobs.blobs(c, learned.id)) != held.version:
             return False
         engine.replace_parts(c, entry, parts, learned.id)
     engine.ram.discard(id)

@@ -9,9 +9,8 @@ import weakref
 from collections.abc import Callable
 
 from ..errors import KVStoreError
-from ..storage import queries, queries_prefixes, queries_upkeep
+from ..storage import geometry, queries, queries_blobs, queries_prefixes, queries_upkeep
 from .core import LOG_BYTES, Engine
-from .disk_budget import PAGES_EVICTED
 
 log = logging.getLogger("kvstore")
 TICK_SECONDS = 1.0
@@ -19,7 +18,6 @@ EXPIRED_PER_BITE = 256
 EXPIRED_BYTES_PER_BITE = 256 << 20  # SQLite reads each page that it frees
 HASHED_PER_BITE = 1000
 PRUNE_SECONDS = 60.0
-FREE_PAGES_PER_BITE = 256  # 16 MiB
 # Free pages and the log's file wait this long for a put that can use them: with a new log 256 MiB took 0.05 s longer.
 QUIET_SECONDS = 10.0
 
@@ -35,7 +33,7 @@ def _expire(engine: Engine, limit: int, wait: bool) -> list[int]:
     engine.space.empty_log(wait=wait)
     with engine.writing(durable=False, wait=wait) as (c, dropped):
         n_bytes = 0
-        for id, stored in queries.expired(c, engine.now(), engine.space.bite(limit, PAGES_EVICTED)):
+        for id, stored in queries.expired(c, engine.now(), engine.space.bite(limit, geometry.PAGES_EVICTED)):
             n_bytes += stored
             if dropped and n_bytes > EXPIRED_BYTES_PER_BITE:
                 break
@@ -184,9 +182,9 @@ class Upkeep:
 
     def _give_back(self, engine: Engine) -> None:
         with engine.db.read() as c:
-            free = queries.pages(c)[2]
+            free = queries_blobs.pages(c)[2]
         while free and not self._stop.is_set():
-            left = engine.space.give_back(FREE_PAGES_PER_BITE)
+            left = engine.space.give_back(geometry.FREE_PAGES_PER_TICK)
             if left == free:
                 break
             free = left

@@ -14,13 +14,13 @@ import numpy as np
 from .. import bkvd
 from ..errors import KVStoreError
 from ..meta import MetaBlock
-from ..storage import blobs, db, queries, queries_upkeep
+from ..storage import blobs, closed_file, db, geometry, queries, queries_blobs, queries_upkeep, sqlite
 from ..storage import integrity as audit
 from ..storage import schema as upgrade
 from ..storage.db import Connection
 from ..storage.entry_reader import Damaged, as_put
 from ..storage.policy import cuts_of
-from ..storage.queries import BlobRow
+from ..storage.queries_blobs import BlobRow
 from ..types import Bytes
 from ..util.hashing import family
 from . import copies
@@ -134,7 +134,7 @@ class _Rows:
             return None
 
     def blobs(self, c: Connection, id: int) -> list[BlobRow]:
-        return self._blobs.get(id, []) if self.collected else queries.blobs(c, id)
+        return self._blobs.get(id, []) if self.collected else queries_blobs.blobs(c, id)
 
     def read(self, c: Connection, row: BlobRow) -> Bytes:
         return blobs.read(c, row, chunks=self._chunks.get(row.id, []) if self.collected else None)
@@ -177,7 +177,7 @@ def remove_if_unused(path: str, created: tuple[int, int] | None, key: str | None
     if db.identity(path) != created:
         return
     if not os.path.getsize(path):
-        db.remove_if_empty(path, created, None)  # whatever the key: nothing was encrypted with it
+        closed_file.remove_if_empty(path, created, None)  # whatever the key: nothing was encrypted with it
         return
     try:
         database = db.Database(path, timeout=0, key=key)
@@ -187,8 +187,8 @@ def remove_if_unused(path: str, created: tuple[int, int] | None, key: str | None
         with database.exclusive() as c:
             c.execute("BEGIN IMMEDIATE")  # nobody puts to it now
             try:
-                if db.is_empty(c) or not queries.all_ids(c):
-                    db.keep_log(c)
+                if sqlite.is_empty(c) or not queries.all_ids(c):
+                    sqlite.keep_log(c)
                     for suffix in ("-wal", "-shm", ""):
                         with suppress(OSError):
                             os.unlink(path + suffix)
@@ -206,7 +206,7 @@ def with_first_page(path: str, copy: str) -> bool:
     Every store of one schema has its tables at the same pages, so their first page differs in counters alone.
     """
     size = os.path.getsize(path)
-    if size < 2 * db.PAGE_SIZE:
+    if size < 2 * geometry.PAGE_SIZE:
         return False
     db.reserve_file(copy)
     fresh = db.Database(copy)
@@ -216,8 +216,8 @@ def with_first_page(path: str, copy: str) -> bool:
     finally:
         fresh.close()
     with open(copy, "r+b") as f:
-        page = bytearray(f.read(db.PAGE_SIZE))
-        page[28:32] = (size // db.PAGE_SIZE).to_bytes(4, "big")  # pages in the file
+        page = bytearray(f.read(geometry.PAGE_SIZE))
+        page[28:32] = (size // geometry.PAGE_SIZE).to_bytes(4, "big")  # pages in the file
         page[92:96] = page[24:28]  # which that number is valid for
         page[32:40] = bytes(8)  # no free pages
         f.seek(0)

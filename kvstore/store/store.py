@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import layout, meta
 from ..errors import BusyError, DiskFullError, InvalidInputError, KVStoreError, NotFoundError, StoreIOError
-from ..storage import db, disk, policy, queries, queries_lists, queries_upkeep
+from ..storage import closed_file, db, disk, policy, queries, queries_blobs, queries_lists, queries_upkeep
 from ..storage import prefix_index as prefixes
 from ..storage.policy import cuts_of
 from ..storage.ram_cache import RamCache
@@ -69,7 +69,7 @@ def _open(path: str, build: Callable[[], Engine], *, create: bool, key: str | No
         if create and spare is None:
             spare = disk.Spare(path)
             if not spare.held and disk.free_bytes(path) < disk.SPARE_BYTES:
-                db.relieve(path, key)
+                closed_file.relieve(path, key)
                 spare.take(disk.spare_bytes(path))
         try:
             engine = build()
@@ -92,7 +92,7 @@ def _open(path: str, build: Callable[[], Engine], *, create: bool, key: str | No
             if spare is not None:
                 spare.give_up()
             if created:
-                db.remove_if_empty(path, before, key)
+                closed_file.remove_if_empty(path, before, key)
             raise
         return engine
     raise AssertionError("the last try returns or raises")
@@ -399,7 +399,7 @@ class Store:
             counts = queries.counters(c)
             families = queries_upkeep.top_families(c, FAMILIES_SHOWN)
             n_families = queries_upkeep.family_count(c)
-            page_size, _, free = queries.pages(c)
+            page_size, _, free = queries_blobs.pages(c)
             for name, by in engine.tally.counts().items():
                 counts[name] = counts.get(name, 0) + by
         prefix = "evicted_"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ..errors import ClosedError, KVStoreError, WriteBehindError
-from ..storage import policy, queries
+from ..storage import policy, queries, queries_blobs
 from ..storage import prefix_index as prefixes
 from ..storage.db import Connection
 from ..types import Entry, EntryClass, SavedState, Source
@@ -180,7 +180,7 @@ class WriteBehind:
                 old = queries.entry(c, id, fingerprint)
                 if old is None or self._is_hidden(id) or self._is_queued(id):
                     continue
-                if _contains(job, n, old, len(queries.blobs(c, id)) > 1):
+                if _contains(job, n, old, len(queries_blobs.blobs(c, id)) > 1):
                     children = queries.children(c, id)
                     if any(self._is_hidden(child) for child in children):
                         return None
