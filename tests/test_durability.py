@@ -280,7 +280,7 @@ def test_the_space_of_a_put_that_was_cut_off_is_used_again(path: Path) -> None:
         store.put([1], b"first")
         vfs = faultkit.Faults({"write"}, act)
         geometry.CHUNK_BYTES, geometry.BATCH_CHUNKS = 500_000, 2
-        connection = store._engine.db
+        connection = store._core.db
         connection.reopen()
         store.put([2], big)
         vfs.unregister()

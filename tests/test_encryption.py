@@ -293,7 +293,7 @@ def test_the_key_is_nowhere_to_be_seen(path: Path, caplog: pytest.LogCaptureFixt
     with Store(path, key=KEY) as store:
         store.put(TOKENS, state(TOKENS))
         operate.backup(store, path.with_name("copy"))
-        shown += [repr(store), repr(store._engine), repr(store._engine.db), repr(store.stats())]
+        shown += [repr(store), repr(store._core), repr(store._core.db), repr(store.stats())]
     damaged = bytearray(path.read_bytes())
     damaged[200_000:] = noise(7, len(damaged) - 200_000)
     path.with_name("damaged").write_bytes(damaged)

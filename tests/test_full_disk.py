@@ -198,7 +198,7 @@ def test_a_disk_that_the_store_itself_filled(size: int, reopen: bool, full: Path
         store = open_here(full)
     with store:
         assert_sound(store, len(ids))
-        store._engine.db.truncate_log()
+        store._core.db.truncate_log()
         assert Path(full / "kv.store-wal").stat().st_size == 0
         for id in ids[::2]:
             store.delete(id)

@@ -19,7 +19,7 @@ from storekit import noise
 
 from kvstore import KVStoreError, Store
 from kvstore.storage import geometry, writers
-from kvstore.store import disk_budget as space
+from kvstore.store import disk_budget as budget
 
 if not hasattr(os, "fork"):
     pytest.skip("needs fork", allow_module_level=True)
@@ -64,10 +64,10 @@ class Paused:
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
         self.half, self.go, self.error = threading.Event(), threading.Event(), None
         self.thread = threading.Thread(target=self._run, args=(store, tokens))
-        real = space.Space.make
+        real = budget.DiskBudget.evict_until
         calls: list[int] = []
 
-        def make(self_: space.Space, *args: Any) -> None:
+        def evict_until(self_: budget.DiskBudget, *args: Any) -> None:
             if threading.current_thread() is self.thread:
                 calls.append(1)
                 if len(calls) == 8:
@@ -75,7 +75,7 @@ class Paused:
                     self.go.wait(60)
             real(self_, *args)
 
-        monkeypatch.setattr(space.Space, "make", make)
+        monkeypatch.setattr(budget.DiskBudget, "evict_until", evict_until)
 
     def _run(self, store: Store, tokens: list[int]) -> None:
         try:

@@ -47,6 +47,11 @@ def _blob_row(id: int, row: Sequence[Any]) -> BlobRow:
     return BlobRow(checked_int(id, "a blob's id", row[0], -I63), row[1], row[2], size, stored, row[5])
 
 
+def version(c: Connection, id: int) -> tuple[int, ...]:
+    """What tells one stored form of an entry from another: its blob ids, main first. Empty where it is gone."""
+    return tuple(row.id for row in blobs(c, id))
+
+
 def stage_blob(c: Connection, part: str, kind: str, size: int, stored: int, writer: str) -> int:
     """A blob that belongs to no entry yet; gives its id."""
     c.execute(

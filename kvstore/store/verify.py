@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
 
 from ..errors import CorruptStoreError, KVStoreError, MigrationError, StoreIOError
-from ..storage import blobs, db, peek, queries, queries_blobs, sqlite
+from ..storage import db, peek, queries, queries_blobs, sqlite
 from ..storage import integrity as audit
 from ..storage.db import Connection, Database
-from ..storage.entry_reader import Damaged, as_put
+from ..storage.entry_reader import Damaged, as_put, read_stored
 from ..storage.policy import cuts_of
 from ..types import Bytes, Entry, hex_id
 
@@ -248,11 +248,9 @@ def _look(
     states: dict[str, Bytes] = {}
     for row in rows:
         try:
-            states[row.part] = as_put(id, row, blobs.read(c, row), entry.parent, (of_parent or {}).get(row.part))
+            states[row.part] = as_put(id, row, read_stored(c, id, row), entry.parent, (of_parent or {}).get(row.part))
         except Damaged as error:
             problems.append(Problem(error.invariant, id, error.reason, "drop"))
-        except blobs.UnreadableBlob as error:
-            problems.append(Problem("chunks-complete", id, f"its {row.part} state {error}", "drop"))
     if "main" in states:
         problems += _check_cuts(c, entry, states["main"])
     return problems, states
@@ -262,8 +260,8 @@ def _whole_states(c: Connection, id: int) -> dict[str, Bytes]:
     """The states of a whole entry that are right."""
     states: dict[str, Bytes] = {}
     for row in queries_blobs.blobs(c, id):
-        with suppress(Damaged, blobs.UnreadableBlob):
-            states[row.part] = as_put(id, row, blobs.read(c, row), None, None)
+        with suppress(Damaged):
+            states[row.part] = as_put(id, row, read_stored(c, id, row), None, None)
     return states
 
 
