@@ -37,7 +37,7 @@ from .sqlite import translated as translated
 from .wal import Syncer, reserve
 
 MEMORY = ":memory:"
-# INCREMENTAL (2): the file shrinks in bites, without VACUUM's second copy; costs 1 % of a put (FULL would move pages
+# INCREMENTAL (2): the file shrinks in steps, without VACUUM's second copy; costs 1 % of a put (FULL would move pages
 # at every commit, and NONE cannot shrink).
 AUTO_VACUUM = 2
 # WAL: readers never wait for a put (with a rollback journal each waited up to 0.13 s, the flush of 256 MiB), at the

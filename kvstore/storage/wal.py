@@ -1,4 +1,4 @@
-"""The file of SQLite's write-ahead log, beside SQLite: room for it ahead, and its way to the disk.
+"""The file of SQLite's write-ahead log, beside SQLite: preallocation, and early fsync.
 
 SQLite reads a log up to the first frame that its header's salt and checksum do not confirm, so what lies behind the last
 frame, zeros or frames of earlier use, is never taken for one (SQLite, file format, 4.1 and 4.4).

@@ -18,7 +18,7 @@ from .put_request import ParsedStates
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """One state on its way in: `data` is what is stored (the state, or a delta against the base's)."""
+    """One state to be stored: `data` is what is written (the state, or a delta against the base's)."""
 
     name: str  # 'main' or 'draft'
     kind: str  # 'full' or 'bkvd'
@@ -113,7 +113,7 @@ def begin_cache_insert(
 
 
 class PendingCacheInsert:
-    """An entry on its way into the RAM layer, copied by a worker while the file is written.
+    """An entry that will be shown in the RAM layer, copied by a worker while the file is written.
 
     What is `owned`, and a delta, is taken as it is; a caller's buffer may change after the put.
     """

@@ -1,4 +1,4 @@
-"""The store's one background thread: what has to happen without anyone asking, in bites that hold nobody up."""
+"""The store's one background thread: work that no call asks for, in steps short enough for other writers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .put import LOG_BYTES
 log = logging.getLogger("kvstore")
 TICK_SECONDS = 1.0
 EXPIRED_PER_BITE = 256
-EXPIRED_BYTES_PER_BITE = 256 << 20  # SQLite reads each page that it frees
+EXPIRED_BYTES_PER_STEP = 256 << 20  # SQLite reads each page that it frees
 HASHED_PER_BITE = 1000
 PRUNE_SECONDS = 60.0
 # Free pages and the log's file wait this long for a put that can use them: with a new log 256 MiB took 0.05 s longer.
@@ -36,7 +36,7 @@ def _expire(core: StoreCore, limit: int, wait: bool) -> list[int]:
         n_bytes = 0
         for id, stored in queries.expired(c, core.now(), core.budget.max_batch(limit, geometry.PAGES_EVICTED)):
             n_bytes += stored
-            if dropped and n_bytes > EXPIRED_BYTES_PER_BITE:
+            if dropped and n_bytes > EXPIRED_BYTES_PER_STEP:
                 break
             core.drop(c, id, "expired", dropped)
     return [entry.id for entry, _ in dropped]

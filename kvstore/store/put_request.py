@@ -1,4 +1,4 @@
-"""A put on its way: what the caller gave, checked."""
+"""What a caller asks to put: checked arguments, and the layouts of the states, each parsed once."""
 
 from __future__ import annotations
 

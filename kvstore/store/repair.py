@@ -41,7 +41,7 @@ def repair(core: StoreCore, problems: Sequence[Problem]) -> list[int]:
     removed: list[int] = []
     if any(p.invariant == "sqlite" for p in problems):
         _attempt(core, audit.reindex)  # an index alone can be built again from its table
-    # Children first: a parent's good children are rebuilt before it goes.
+    # Children first: a parent's good children are rebuilt before the parent is deleted.
     bad = _still_bad(core, problems)
     for id in sorted(bad, key=lambda id: _has_children(core, id)):
         try:

@@ -236,7 +236,7 @@ class WriteBehind:
             return id in self._by_id
 
     def _steady(self, look: Callable[[], T]) -> T:
-        """What `look` finds in queue and file while nothing goes from the one to the other."""
+        """What `look` finds in queue and file while nothing moves from the queue to the file."""
         for _ in range(LOOKS):
             with self._lock:
                 before = self._generation
