@@ -113,15 +113,35 @@ def encode(
     """
     child, parent = as_u8(child, "child"), as_u8(parent, "parent")
     id_, saved = check_int(parent_id, "parent_id", 0, U64), check_int(min_saved, "min_saved", 0)
-    limit = child.size - saved
-    if not child.size or not parent.size or limit < _HEADER.size or child[:4].tobytes() == b"BKVD":
+    if _hopeless(child, parent, saved):
         return None
     try:
         ours, theirs = layout.parse(child, cell_ext), layout.parse(parent, cell_ext)
     except LayoutError:
         return None
-    if ours.stream_counts != theirs.stream_counts:
+    return encode_parsed(child, parent, id_, ours, theirs, min_saved=saved, content=content, parent_hash=parent_hash)
+
+
+def _hopeless(child: Bytes, parent: Bytes, saved: int) -> bool:
+    """Whether no delta can come of these states, whatever their layout is."""
+    return not child.size or not parent.size or child.size - saved < _HEADER.size or child[:4].tobytes() == b"BKVD"
+
+
+def encode_parsed(
+    child: Bytes,
+    parent: Bytes,
+    parent_id: int,
+    ours: layout.Layout,
+    theirs: layout.Layout,
+    *,
+    min_saved: int,
+    content: bool,
+    parent_hash: int | None,
+) -> Delta | None:
+    """`encode` of checked arguments and states whose layouts, `ours` and `theirs`, were parsed before."""
+    if _hopeless(child, parent, min_saved) or ours.stream_counts != theirs.stream_counts:
         return None
+    saved, limit = min_saved, child.size - min_saved
     sections, runs = _pairs(ours.streams, theirs.streams)
     if not content and _shareable(sections, runs) < max(saved, 1):
         return None
@@ -133,7 +153,7 @@ def encode(
     if encoded is None or encoded.shared < saved:
         return None
     hash_ = sample_hash(parent) if hash_ is None else check_int(hash_, "parent_hash", 0, U64)
-    header = _HEADER.pack(MAGIC, VERSION, id_, parent.size, hash_, child.size, encoded.n_ops)
+    header = _HEADER.pack(MAGIC, VERSION, parent_id, parent.size, hash_, child.size, encoded.n_ops)
     encoded.data[: _HEADER.size] = np.frombuffer(header, np.uint8)
     return encoded
 

@@ -12,14 +12,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from .errors import CorruptStoreError, InvalidInputError, KVStoreError, NotAStoreError, NotFoundError, StoreIOError
-from .storage import db, queries, queries_lists, queries_upkeep
+from .storage import db, peek, queries, queries_lists, queries_upkeep
 from .storage.entry_reader import Damaged
-from .store import copies
+from .store import backup as backups
 from .store import repair as repairs
+from .store import transfer, vacuum
 from .store import verify as check
-from .store.copies import Exported
 from .store.repair import Salvaged
 from .store.store import ENTRIES_PER_PAGE, Store
+from .store.transfer import Exported
 from .store.verify import Problem, Progress
 from .types import CLASSES, Entry, EntryClass, FamilyStats, hex_id
 from .util.validate import U64, check_id, check_int, choice
@@ -42,7 +43,7 @@ def verify(
 
 def repair(store: Store, problems: list[Problem]) -> list[int]:
     """Drops the entries and rows in `problems` that cannot be used, and nothing else. Returns the ids of dropped entries."""
-    return repairs.repair(store._engine, problems)
+    return repairs.repair(store._core, problems)
 
 
 def salvage(
@@ -103,7 +104,7 @@ def _salvage(path: str, new: str, key: str | None, progress: Progress | None) ->
     source = check.Lenient(path, key=key)
     try:
         with Store(new, cache_ram_mib=0, key=key) as store:
-            return repairs.salvage(source, store._engine, progress)
+            return repairs.salvage(source, store._core, progress)
     finally:
         source.close()
 
@@ -117,14 +118,14 @@ def _remove(path: str) -> None:
 def backup(store: Store, path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
     """Copies a store, which may be in use, to a new file with the same key. If the copy fails, there is no new file."""
     store.flush()
-    copies.backup(store._engine.db, os.fspath(path), progress)
+    backups.backup(store._core.db, os.fspath(path), progress)
 
 
 def export(store: Store, id: int) -> Exported | None:
     """An entry with all its data; None if there is no such entry. Raises CorruptStoreError if it is damaged."""
     store.flush()
     try:
-        return copies.export(store._engine, id)
+        return transfer.export(store._core, id)
     except Damaged as error:
         raise CorruptStoreError(f"entry {hex_id(id)} cannot be read: {error.reason}", id=hex_id(id)) from error
 
@@ -132,13 +133,13 @@ def export(store: Store, id: int) -> Exported | None:
 def restore(store: Store, item: Exported) -> Entry | None:
     """Puts an exported entry with its own id, times and fingerprint. Restore parents first. None if it has expired."""
     store.flush()
-    return copies.restore(store._engine, item)
+    return transfer.restore(store._core, item)
 
 
 def fingerprint(store: Store, id: int) -> str:
     """The fingerprint under which an entry was put. Raises NotFoundError."""
     store.flush()
-    with store._engine.db.read() as c:
+    with store._core.db.read() as c:
         found = queries.fingerprint_of(c, id)
     if found is None:
         raise NotFoundError(f"no entry {hex_id(id)}", id=hex_id(id))
@@ -171,15 +172,15 @@ def listing(
         choice(entry_class, CLASSES, "class")
     limit = None if limit is None else check_int(limit, "limit", 1)
     store.flush()
-    engine = store._engine
-    with engine.db.read() as c:
-        scope = engine.scope(c)
+    core = store._core
+    with core.db.read() as c:
+        scope = core.scope(c)
     wanted = queries_lists.Filter(
         fingerprint=scope,
         family=None if family is None else check_int(family, "family", 0, U64),
         entry_class=entry_class,
         unused=unused,
-        used_before=None if idle is None else int(engine.now() - idle),
+        used_before=None if idle is None else int(core.now() - idle),
         parent=None if parent is None else check_id(parent),
         shared=shared,
         text=text,
@@ -188,30 +189,30 @@ def listing(
 
 
 def _listed(store: Store, wanted: queries_lists.Filter, order: str | None, limit: int | None) -> Iterator[Entry]:
-    engine = store._engine
+    core = store._core
     if order is not None:
-        with engine.db.read() as c:
-            first = queries_lists.first(c, wanted, order, -1 if limit is None else limit, engine.now())
-        yield from map(engine.with_uses, first)
+        with core.db.read() as c:
+            first = queries_lists.first(c, wanted, order, -1 if limit is None else limit, core.now())
+        yield from map(core.with_uses, first)
         return
     after: int | None = queries_lists.FIRST
     left = limit
     while after is not None and (left is None or left > 0):
         n = ENTRIES_PER_PAGE if left is None else min(left, ENTRIES_PER_PAGE)
-        with engine.db.read() as c:
-            page, after = queries_lists.page(c, wanted, after, n, engine.now())
-        yield from map(engine.with_uses, page)
+        with core.db.read() as c:
+            page, after = queries_lists.page(c, wanted, after, n, core.now())
+        yield from map(core.with_uses, page)
         left = None if left is None else left - len(page)
 
 
 def parents(store: Store) -> Iterator[Entry]:
     """The entries that other entries are stored against, in no particular order; read in pages."""
     store.flush()
-    engine, after = store._engine, queries_lists.FIRST
+    core, after = store._core, queries_lists.FIRST
     while True:
-        with engine.db.read() as c:
+        with core.db.read() as c:
             ids = queries_lists.parents_page(c, after, ENTRIES_PER_PAGE)
-            page = [entry for id in ids if (entry := engine.find(c, queries.unsigned(id))) is not None]
+            page = [entry for id in ids if (entry := core.find(c, queries.unsigned(id))) is not None]
         yield from page
         if len(ids) < ENTRIES_PER_PAGE:
             return
@@ -223,13 +224,13 @@ def find(store: Store, start: str, limit: int = 100) -> list[Entry]:
     if not re.fullmatch("[0-9a-fA-F]{1,16}", start):
         raise InvalidInputError(f"{start!r} is not the start of an id", hint="ids are 1 to 16 hex digits")
     store.flush()
-    engine = store._engine
+    core = store._core
     low, high = int(start.ljust(16, "0"), 16), int(start.ljust(16, "f"), 16)
-    with engine.db.read() as c:
+    with core.db.read() as c:
         # The first digit contains the sign bit, so all ids of the range have the same sign.
-        wanted = queries_lists.Filter(fingerprint=engine.scope(c), ids=(queries.signed(low), queries.signed(high)))
-        found, _ = queries_lists.page(c, wanted, queries_lists.FIRST, check_int(limit, "limit", 1), engine.now())
-    return [engine.with_uses(entry) for entry in found]
+        wanted = queries_lists.Filter(fingerprint=core.scope(c), ids=(queries.signed(low), queries.signed(high)))
+        found, _ = queries_lists.page(c, wanted, queries_lists.FIRST, check_int(limit, "limit", 1), core.now())
+    return [core.with_uses(entry) for entry in found]
 
 
 def families(store: Store) -> Iterator[FamilyStats]:
@@ -237,7 +238,7 @@ def families(store: Store) -> Iterator[FamilyStats]:
     store.flush()
     after = queries_lists.FIRST
     while True:
-        with store._engine.db.read() as c:
+        with store._core.db.read() as c:
             page = queries_upkeep.families_page(c, after, ENTRIES_PER_PAGE)
         yield from page
         if len(page) < ENTRIES_PER_PAGE:
@@ -248,21 +249,21 @@ def families(store: Store) -> Iterator[FamilyStats]:
 def head(store: Store, id: int) -> bytes | None:
     """The header of the file that an entry was put from, for `slotfile.with_head`; None if it was not put from a file."""
     store.flush()
-    with store._engine.db.read() as c:
+    with store._core.db.read() as c:
         return queries.head(c, id)
 
 
 def wipe(store: Store) -> None:
     """Rewrites the file, so that no deleted data is left in it or its log. Needs disk space for two copies of the file."""
     store.flush()
-    copies.wipe(store._engine)
+    vacuum.wipe(store._core)
 
 
 def _existing(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     if not os.path.exists(text):
         raise StoreIOError(f"{text} does not exist", path=text, hint="give the path of a kvstore file")
-    db.refuse_other_kinds(text)
+    peek.refuse_other_kinds(text)
     text = db.resolve(text)
     db.refuse_network_filesystem(text)
     return text

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import takewhile
 
 from kvstore.errors import MigrationError
-from kvstore.storage import db
+from kvstore.storage import sqlite
 from kvstore.storage.db import Connection, Database
 
 from . import files
@@ -107,7 +107,7 @@ def _run_some(database: Database, version: int, progress: Progress | None, *, ba
     path = os.path.realpath(database.path)
     try:
         with files.locked(database) as c:
-            version = db.user_version(c)
+            version = sqlite.user_version(c)
             ahead = plan(c, version)
             if not ahead:
                 return None
@@ -149,8 +149,8 @@ def _rebuild(
             _require(step, c)
         try:
             outcomes.append(step.apply(c if outcomes else old, c, progress))
-        except db.MalformedError as error:  # of the old file: the new one was just written
-            raise db.translate(error, path, connection=old) from error
+        except sqlite.MalformedError as error:  # of the old file: the new one was just written
+            raise sqlite.translate(error, path, connection=old) from error
         c.pragma("user_version", step.number)
 
     files.build(database, new, [partial(take, step) for step in steps])

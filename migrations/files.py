@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from kvstore.errors import BusyError, DiskFullError, KVStoreError, MigrationError, StoreIOError
-from kvstore.storage import db
+from kvstore.storage import db, geometry
 from kvstore.storage.db import Connection, Database
 from kvstore.util import fsutil
 
@@ -110,7 +110,7 @@ def build(database: Database, path: str, fills: Sequence[Callable[[Connection], 
                 # An interrupted build is deleted, so it does not need a journal; the commit syncs the file.
                 # The cache size is set again: SQLite keeps it in pages of the old size, which would be 124 MiB instead of 8.
                 for pragma, value in (
-                    ("page_size", db.PAGE_SIZE),
+                    ("page_size", geometry.PAGE_SIZE),
                     ("auto_vacuum", db.AUTO_VACUUM),
                     ("cache_size", -db.CACHE_KIB),
                     ("journal_mode", "off"),

@@ -18,7 +18,7 @@ from storekit import MIB, dump, file_bytes, noise, state
 
 import kvstore
 from kvstore import Store
-from kvstore.storage import blobs
+from kvstore.storage import geometry
 
 Opener = Callable[..., Store]
 PREFIX = list(range(100, 600))
@@ -261,7 +261,7 @@ def test_ram_stays_inside_the_budget_at_every_moment(
 ) -> None:
     store = open_store(cache_ram_mib=4)
     parent = store.put(PREFIX, state(PREFIX), entry_class="learned")
-    ram = store._engine.ram
+    ram = store._core.ram
 
     def work(seed: int) -> None:
         chance = random.Random(seed)
@@ -422,7 +422,7 @@ def test_the_queue_is_bounded_by_the_ram_budget(
             time.sleep(0.01)
         thread.join(0.3)
         assert returned == [0, 1]  # two fit; the third waits
-        assert store._engine.ram.n_bytes <= MIB
+        assert store._core.ram.n_bytes <= MIB
     thread.join(240)
     assert returned == list(range(6))
     store.flush()
@@ -442,7 +442,7 @@ def test_a_failed_write_is_reported_at_the_next_call_and_not_shown(open_store: O
         assert store.entry(lost.id) is None
         assert store.match([n, 2]) is None
     assert [e.id for e in store.entries()] == [kept.id]
-    assert store._engine.ram.n_bytes == 10_000
+    assert store._core.ram.n_bytes == 10_000
 
 
 def test_close_reports_a_failed_write_and_closes(path: Path) -> None:
@@ -473,7 +473,7 @@ def test_sharing_and_learning_see_what_is_on_its_way(open_store: Opener, path: P
 
 
 def test_batches_of_a_large_put_let_others_write(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blobs, "BATCH_CHUNKS", 1)
+    monkeypatch.setattr(geometry, "BATCH_CHUNKS", 1)
     store = open_store(cache_ram_mib=0)
     other = open_store(cache_ram_mib=0)
     done = threading.Event()

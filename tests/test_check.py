@@ -415,7 +415,7 @@ def test_verifying_an_open_file_leaves_its_locks(tmp_path: Path) -> None:
         store.flush()
         assert store._upkeep is not None
         store._upkeep.stop()
-        store._engine.db.checkpoint(truncate=True)  # with an empty log the file's own bytes are looked at
+        store._core.db.checkpoint(truncate=True)  # with an empty log the file's own bytes are looked at
         assert locks()
         assert kvstore.operate.verify(str(path)) == []
         assert locks()

@@ -65,7 +65,7 @@ def test_broken_pipe(db: Path) -> None:
 
 def test_read_while_another_writes(db: Path) -> None:
     """The writer is not done before the readers are: one that waited for it would end with a BusyError."""
-    with Store(db) as store, store._engine.db.write():
+    with Store(db) as store, store._core.db.write():
         assert len(json.loads(run("ls", db, "--json").stdout)) == 400
         assert run("stats", db).returncode == 0
 

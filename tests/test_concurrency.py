@@ -19,6 +19,7 @@ from workkit import wait_for
 
 import kvstore
 from kvstore import BusyError, Store
+from kvstore.store import entry_codec
 
 Opener = Callable[..., Store]
 PREFIXES = [list(range(1000 * k, 1000 * k + 80)) for k in range(1, 4)]
@@ -275,17 +276,17 @@ def test_a_parent_that_another_removed_during_a_put_is_not_relied_on(
     mine, other = open_store(), open_store()
     prefix = PREFIXES[0]
     parent = mine.put(prefix, state(prefix), entry_class="learned")
-    build = mine._engine.shelf.build
+    encode = entry_codec.encode_entry
     calls = []
 
     def slow(*args: Any, **options: Any) -> Any:
-        result = build(*args, **options)
+        result = encode(*args, **options)
         if not calls:
             other.delete(parent.id, children="drop")
         calls.append(1)
         return result
 
-    monkeypatch.setattr(mine._engine.shelf, "build", slow)
+    monkeypatch.setattr(entry_codec, "encode_entry", slow)
     entry = mine.put([*prefix, 1], state([*prefix, 1]))
     assert len(calls) == 2
     assert entry.parent is None

@@ -20,7 +20,7 @@ from storekit import dump, noise, state
 
 import kvstore
 from kvstore import KVStoreError, Store
-from kvstore.storage import blobs
+from kvstore.storage import geometry
 
 if not hasattr(os, "fork"):
     pytest.skip("needs fork", allow_module_level=True)
@@ -34,8 +34,8 @@ Model = dict[tuple[int, ...], bytes]
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blobs, "CHUNK_BYTES", 10_000)
-    monkeypatch.setattr(blobs, "BATCH_CHUNKS", 2)
+    monkeypatch.setattr(geometry, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(geometry, "BATCH_CHUNKS", 2)
 
 
 def by_tokens(store: Store) -> Model:
@@ -230,8 +230,8 @@ def test_killed_at_any_time_by_another_process(path: Path) -> None:
     code = (
         "import sys, os, random\n"
         "sys.path.insert(0, sys.argv[3])\n"
-        "from storekit import noise\nfrom kvstore import Store\nfrom kvstore.storage import blobs\n"
-        "blobs.CHUNK_BYTES, blobs.BATCH_CHUNKS = 50_000, 3\n"
+        "from storekit import noise\nfrom kvstore import Store\nfrom kvstore.storage import geometry\n"
+        "geometry.CHUNK_BYTES, geometry.BATCH_CHUNKS = 50_000, 3\n"
         "first, r = int(sys.argv[2]), random.Random(int(sys.argv[2]))\n"
         "with Store(sys.argv[1]) as s:\n"
         "    print('open', flush=True)\n"
@@ -279,8 +279,8 @@ def test_the_space_of_a_put_that_was_cut_off_is_used_again(path: Path) -> None:
         store = open_here(path)
         store.put([1], b"first")
         vfs = faultkit.Faults({"write"}, act)
-        blobs.CHUNK_BYTES, blobs.BATCH_CHUNKS = 500_000, 2
-        connection = store._engine.db
+        geometry.CHUNK_BYTES, geometry.BATCH_CHUNKS = 500_000, 2
+        connection = store._core.db
         connection.reopen()
         store.put([2], big)
         vfs.unregister()
@@ -376,8 +376,8 @@ def test_a_read_error_drops_no_entry(base: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder on a file system of 40 MiB, and batches of a size that suits it."""
-    monkeypatch.setattr(blobs, "CHUNK_BYTES", 1_000_000)
-    monkeypatch.setattr(blobs, "BATCH_CHUNKS", 2)
+    monkeypatch.setattr(geometry, "CHUNK_BYTES", 1_000_000)
+    monkeypatch.setattr(geometry, "BATCH_CHUNKS", 2)
     point = tmp_path / "disk"
     point.mkdir()
     if sys.platform != "linux" or os.geteuid() != 0:

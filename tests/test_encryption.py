@@ -28,15 +28,15 @@ from kvstore import (
     errors,
     operate,
 )
-from kvstore.storage import db, keys
+from kvstore.storage import keys, sqlite
 from kvstore.storage import schema as upgrade
 from kvstore.storage import sniff as header
 
 ROOT = Path(__file__).resolve().parent.parent
 KEY = "correct horse"
 TOKENS = list(range(50))
-needs_cipher = pytest.mark.skipif(not db.HAS_CIPHER, reason="needs apsw-sqlite3mc (make test-encryption)")
-without_cipher = pytest.mark.skipif(db.HAS_CIPHER, reason="this SQLite has a cipher")
+needs_cipher = pytest.mark.skipif(not sqlite.HAS_CIPHER, reason="needs apsw-sqlite3mc (make test-encryption)")
+without_cipher = pytest.mark.skipif(sqlite.HAS_CIPHER, reason="this SQLite has a cipher")
 
 
 def openers(path: Path, key: Any) -> dict[str, Callable[[], object]]:
@@ -293,7 +293,7 @@ def test_the_key_is_nowhere_to_be_seen(path: Path, caplog: pytest.LogCaptureFixt
     with Store(path, key=KEY) as store:
         store.put(TOKENS, state(TOKENS))
         operate.backup(store, path.with_name("copy"))
-        shown += [repr(store), repr(store._engine), repr(store._engine.db), repr(store.stats())]
+        shown += [repr(store), repr(store._core), repr(store._core.db), repr(store.stats())]
     damaged = bytearray(path.read_bytes())
     damaged[200_000:] = noise(7, len(damaged) - 200_000)
     path.with_name("damaged").write_bytes(damaged)

@@ -17,11 +17,11 @@ import legacykit
 import pytest
 
 from kvstore import NotAStoreError, Store, WrongKeyError
-from kvstore.storage import db
+from kvstore.storage import peek, sqlite
 from kvstore.storage import schema as upgrade
 
 KEY = "correct horse"
-pytestmark = pytest.mark.skipif(not db.HAS_CIPHER, reason="needs apsw-sqlite3mc (make test-encryption)")
+pytestmark = pytest.mark.skipif(not sqlite.HAS_CIPHER, reason="needs apsw-sqlite3mc (make test-encryption)")
 
 
 def odd(path: Path, seed: int, page_size: int = 4096) -> dict[str, dict[str, Any]]:
@@ -69,7 +69,7 @@ def test_every_odd_case(path: Path, seed: int, caplog: pytest.LogCaptureFixture)
     assert backup.stat().st_mode & 0o777 == path.stat().st_mode & 0o777 == 0o600
     assert sorted(p.name for p in path.parent.iterdir()) == [path.name, backup.name]
     assert in_the_clear(path.parent) == set()
-    with Store(path, key=KEY) as store, store._engine.db.read() as c:
+    with Store(path, key=KEY) as store, store._core.db.read() as c:
         assert [c.pragma(name) for name in ("page_size", "auto_vacuum", "journal_mode")] == [65536, 2, "wal"]
     # The backup is a store like the one it was.
     shutil.copy(backup, path.with_name("again"))
@@ -81,7 +81,7 @@ def test_dry_run(path: Path) -> None:
     expected = odd(path, 3)
     before = folder(path)
     plan = upgrade.dry_run(path, key=KEY)
-    assert (plan.from_version, plan.to_version, plan.problem) == (1, db.SCHEMA_VERSION, None)
+    assert (plan.from_version, plan.to_version, plan.problem) == (1, peek.SCHEMA_VERSION, None)
     assert plan.entries >= sum(case["entry"] is not None for case in expected.values())
     assert KEY not in str(plan)
     assert folder(path) == before
@@ -143,5 +143,5 @@ def test_killed_at_every_step(path: Path, tmp_path: Path) -> None:
         legacykit.check(path, expected, KEY)
         assert {p.name for p in tmp_path.iterdir() if p.is_file()} == {path.name, path.name + ".v1-backup"}
         assert version(path.with_name(path.name + ".v1-backup")) == 1
-    assert versions == {1, db.SCHEMA_VERSION}
+    assert versions == {1, peek.SCHEMA_VERSION}
     assert at > 30

@@ -29,7 +29,7 @@ FACE = {"", "bkvd", "errors", "layout", "meta", "operate", "slotfile", "storage.
         "util.buffers", "util.hashing", "util.printable", "util.units"}
 ALONE = {
     "aiohttp": {"engines.proxy.http_client"},
-    "apsw": {"storage.db"},
+    "apsw": {"storage.sqlite"},
     "cffi": {"native.build"},
     "kvstore._native": {"bkvd"},
     "xxhash": {"util.hashing"},

@@ -16,7 +16,7 @@ from storekit import MIB, dump, file_bytes, noise, state
 
 import kvstore
 from kvstore import Store, cli
-from kvstore.storage import blobs, disk
+from kvstore.storage import disk, geometry
 
 LEVELS = [0, 4096, 65_536, 300_000, 1_000_000, 1_500_000, 3_000_000, 6_000_000]
 
@@ -88,7 +88,7 @@ def test_deletes_and_gc(left: int, size: int, budget: int, opened: str, full: Pa
 @pytest.mark.parametrize("opened", ["before", "after"])
 def test_an_entry_of_many_chunks(opened: str, full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes more of the log to delete than is kept aside."""
-    monkeypatch.setattr(blobs, "CHUNK_BYTES", 9_000)
+    monkeypatch.setattr(geometry, "CHUNK_BYTES", 9_000)
     store = open_here(full)
     large = store.put([1], noise(1, 15_000_000))
     store.put([2], b"stays")
@@ -198,7 +198,7 @@ def test_a_disk_that_the_store_itself_filled(size: int, reopen: bool, full: Path
         store = open_here(full)
     with store:
         assert_sound(store, len(ids))
-        store._engine.db.truncate_log()
+        store._core.db.truncate_log()
         assert Path(full / "kv.store-wal").stat().st_size == 0
         for id in ids[::2]:
             store.delete(id)

@@ -11,14 +11,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.storage.ram_cache import Held, RamCache
+from kvstore.storage.ram_cache import CachedEntry, RamCache
 
 
-def held(size: int, parent: int | None = None, version: int = 1, draft: int = 0) -> Held:
-    return Held((version,), np.zeros(size, np.uint8), np.zeros(draft, np.uint8) if draft else None, parent)
+def held(size: int, parent: int | None = None, version: int = 1, draft: int = 0) -> CachedEntry:
+    return CachedEntry((version,), np.zeros(size, np.uint8), np.zeros(draft, np.uint8) if draft else None, parent)
 
 
-def add(cache: RamCache, id: int, entry: Held) -> bool:
+def add(cache: RamCache, id: int, entry: CachedEntry) -> bool:
     return cache.reserve(entry.n_bytes, entry.parent) and cache.commit(id, entry)
 
 
@@ -132,11 +132,11 @@ def test_room_that_is_reserved_counts_at_once() -> None:
 def check(cache: RamCache) -> None:
     """What the cache holds adds up, fits, and no child stands behind or without its parent."""
     ids = cache.ids()
-    total = sum(e.n_bytes for e in cache._held.values())
+    total = sum(e.n_bytes for e in cache._entries.values())
     assert cache.n_bytes == total
     assert cache.budget < 0 or total <= cache.budget
     for id in ids:
-        parent = cache._held[id].parent
+        parent = cache._entries[id].parent
         if parent is not None:
             assert parent in ids
             assert ids.index(id) < ids.index(parent)

@@ -22,7 +22,7 @@ from legacykit import Legacy
 from test_migrations import folder, version
 
 from kvstore import DiskFullError, KVStoreError, Store, migrations
-from kvstore.storage import db
+from kvstore.storage import db, peek
 from kvstore.storage import schema as upgrade
 
 Usage = namedtuple("Usage", "total used free")
@@ -203,7 +203,7 @@ def test_steps_in_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     database.close()
     assert version(path.with_name(path.name + ".v2-backup")) == 2
     steps[-1] = step(4, "CREATE TABLE four(a)")
-    monkeypatch.setattr(db, "SCHEMA_VERSION", 4)
+    monkeypatch.setattr(peek, "SCHEMA_VERSION", 4)
     database = db.Database(str(path))
     report = migrations.run(database, 3)
     database.close()

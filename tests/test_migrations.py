@@ -23,7 +23,7 @@ from kvstore.migrations.v2 import step as step_2
 from legacykit import Legacy, delta
 
 from kvstore import BusyError, MigrationError, NewerStoreError, NotAStoreError, ReadOnlyError, Store, migrations
-from kvstore.storage import blobs, db
+from kvstore.storage import db, geometry, peek
 from kvstore.storage import schema as upgrade
 from kvstore.storage.policy import cuts_of
 
@@ -77,8 +77,8 @@ def test_an_upgraded_file_is_as_a_new_one(path: Path, tmp_path: Path) -> None:
     assert schema(path) == schema(tmp_path / "new")
     with closing(sqlite3.connect(path)) as c:
         pragmas = [c.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_size", "auto_vacuum", "journal_mode")]
-    assert pragmas == [db.PAGE_SIZE, db.AUTO_VACUUM, db.JOURNAL_MODE]
-    assert step_2.CHUNK_BYTES == blobs.CHUNK_BYTES
+    assert pragmas == [geometry.PAGE_SIZE, db.AUTO_VACUUM, db.JOURNAL_MODE]
+    assert step_2.CHUNK_BYTES == geometry.CHUNK_BYTES
 
 
 @pytest.mark.parametrize("name", sorted(p.name.partition(".")[0] for p in GOLDEN.glob("*.db.gz")))
@@ -324,7 +324,7 @@ def foreign(path: Path, *, mode: str, application_id: int, user_version: int, in
 @pytest.mark.parametrize(("mode", "in_log"), [("delete", False), ("wal", False), ("wal", True)])
 @pytest.mark.parametrize(
     ("application_id", "user_version", "error"),
-    [(0, 0, NotAStoreError), (7, 2, NotAStoreError), (db.APPLICATION_ID, 99, NewerStoreError)],
+    [(0, 0, NotAStoreError), (7, 2, NotAStoreError), (peek.APPLICATION_ID, 99, NewerStoreError)],
 )
 @pytest.mark.parametrize("readonly", [False, True])
 def test_foreign_and_newer_files_stay_untouched(
@@ -432,7 +432,7 @@ def test_a_process_that_uses_the_old_file(path: Path, mode: str, how: str) -> No
 
 def test_one_of_many_upgrades(path: Path, crash_free: Callable[[Callable[[], None]], threading.Thread]) -> None:
     expected = legacykit.odd(path, 10)
-    script = "import sys; from kvstore.storage import schema; print(schema.upgrade(sys.argv[1], timeout=240) is not None)"
+    script = "import sys; from kvstore.storage.schema import upgrade; print(upgrade(sys.argv[1], timeout=240) is not None)"
     children = [
         subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True) for _ in range(4)
     ]

@@ -17,7 +17,7 @@ import storekit
 from kvstore.migrations.v2 import step as step_2
 
 from kvstore import MigrationError, Store, migrations
-from kvstore.storage import blobs, db
+from kvstore.storage import db, geometry, peek
 from kvstore.storage.db import Database
 from kvstore.storage.policy import cuts_of
 
@@ -132,11 +132,11 @@ def test_the_frozen_schema_is_that_of_released_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(p.name for p in STATES.glob("*-fa-a.bin")))
 def test_cuts_and_chunks_are_as_this_version_has_them(name: str) -> None:
     """While version 2 is the newest, the step and the store's own writer do the same."""
-    if db.SCHEMA_VERSION == 2:
+    if peek.SCHEMA_VERSION == 2:
         state = storekit.slotfile.read(STATES / name).state
         mine, own = step_2._cuts(state, 134), cuts_of(state, 134)
         assert (mine.any, mine.counts) == (own.any, own.counts)
-        assert (step_2.CHUNK_BYTES, step_2.PAGE_SIZE) == (blobs.CHUNK_BYTES, db.PAGE_SIZE)
+        assert (step_2.CHUNK_BYTES, step_2.PAGE_SIZE) == (geometry.CHUNK_BYTES, geometry.PAGE_SIZE)
 
 
 def test_every_file_of_a_step_is_installed() -> None:

@@ -118,10 +118,10 @@ def test_no_temporary_files(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_pat
     """SQLite sorts and vacuums in memory."""
     with Store(path) as store:
         store.put(TOKENS, state(TOKENS))
-        with store._engine.db.read() as c:
+        with store._core.db.read() as c:
             assert c.pragma("temp_store") == 2
         operate.wipe(store)
-        with store._engine.db.exclusive() as c:
+        with store._core.db.exclusive() as c:
             assert c.pragma("temp_store") == 2
 
 
@@ -144,7 +144,7 @@ def test_encrypted(path: Path, tmp_path: Path) -> None:
     with Store(path, key="correct horse") as store:
         entry = store.put(TOKENS, secret, excerpt=EXCERPT)
         big = store.put([1, 2], noise(1, 3 << 20))
-        with store._engine.db.read() as c:
+        with store._core.db.read() as c:
             assert c.pragma("page_size") == 65536
             assert c.pragma("journal_mode") == "wal"
         operate.backup(store, tmp_path / "copy")

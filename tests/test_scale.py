@@ -105,7 +105,7 @@ def test_a_list_in_order_reads_no_more_than_it_shows(open_store: Opener, path: P
     filled(opened)
     wanted = queries_lists.Filter()
     plans: list[str] = []
-    with opened._engine.db.read() as c:
+    with opened._core.db.read() as c:
 
         def traced(cursor: Any, sql: str, bindings: Any) -> bool:
             if not sql.startswith("EXPLAIN"):
@@ -224,7 +224,7 @@ def test_what_is_changed_by_hand_is_swept(sql: str, path: Path, open_store: Open
     again = open_store()
     again.gc()
     assert again.verify() == []
-    with again._engine.db.read() as c:
+    with again._core.db.read() as c:
         assert queries_upkeep.unswept(c) == 0
 
 

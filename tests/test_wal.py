@@ -66,7 +66,7 @@ def test_recovery_stops_at_the_last_frame(tmp_path: Path) -> None:
                     assert saved is not None
                     assert np.array_equal(saved.main, states[k])
             if i == 1:
-                store._engine.db.checkpoint()  # the next put uses the log again, from its start
+                store._core.db.checkpoint()  # the next put uses the log again, from its start
 
 
 def test_a_budget_reserves_nothing(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from storekit import MIB, dump, noise, recurrent_state, state
 
 import kvstore
 from kvstore import Entry, SavedState, Store
-from kvstore.storage import prefix_index
+from kvstore.storage import prefix_index as prefixes
+from kvstore.store import put as puts
 
 Opener = Callable[..., Store]
 Start = Callable[[Callable[[], Any]], threading.Thread]
@@ -211,9 +212,9 @@ def test_match_finds_its_way_through_a_long_queue(open_store: Opener, path: Path
             tokens = (*TOKENS[: chance.randint(1, 40)], 1000 + n)
             known[tokens] = store.put(tokens, state(tokens, row=8, layers=1)).id
         walked = []
-        original = prefix_index.common
+        original = prefixes.common
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prefix_index, "common", lambda a, b: walked.append(1) or original(a, b))
+            patch.setattr(prefixes, "common", lambda a, b: walked.append(1) or original(a, b))
             for tokens in chance.sample(sorted(known), 50):
                 found = store.match((*tokens, 5))
                 assert found is not None
@@ -347,14 +348,14 @@ class Pair:
 
 def slowed(store: Store, chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the disk were slow: the queue is long, and is written at any moment."""
-    put = store._engine.put
+    put = puts.put
 
-    def slow(*args: Any, **options: Any) -> Entry:
-        if options.get("owned"):
+    def slow(core: Any, *args: Any, **options: Any) -> Entry:
+        if core is store._core and options.get("owned"):
             time.sleep(chance.choice([0, 0, 0.001, 0.01]))
-        return put(*args, **options)
+        return put(core, *args, **options)
 
-    monkeypatch.setattr(store._engine, "put", slow)
+    monkeypatch.setattr(puts, "put", slow)
 
 
 def step(pair: Pair, clock: Clock) -> None:
@@ -488,16 +489,16 @@ def test_a_flush_waits_only_for_what_was_put_before_it(
     store = open_store(write_behind=True)
     written: list[int] = []
     flushed = threading.Event()
-    put = store._engine.put
+    put = puts.put
 
-    def slow(job: Any, **options: Any) -> Entry:
+    def slow(core: Any, request: Any, **options: Any) -> Entry:
         if len(written) >= 2:
             assert flushed.wait(60)  # as long as someone puts, there is something in the queue
-        entry = put(job, **options)
+        entry = put(core, request, **options)
         written.append(entry.id)
         return entry
 
-    monkeypatch.setattr(store._engine, "put", slow)
+    monkeypatch.setattr(puts, "put", slow)
     first = [store.put([n], b"x").id for n in range(2)]
     thread = crash_free(lambda: (store._behind.drain(), flushed.set()))
     store.put([5], b"y")
@@ -592,7 +593,7 @@ def test_a_put_over_the_budget_leaves_no_thread_and_no_array(
     finally:
         gc.enable()
     assert left == [None] * 5  # without a collection
-    assert store._engine.ram.n_bytes == 0
+    assert store._core.ram.n_bytes == 0
     store._behind.close()
     assert threading.active_count() == before
 
@@ -602,7 +603,7 @@ def test_the_report_of_a_failed_put_holds_none_of_its_bytes(open_store: Opener) 
     array, _ = large(1)
     store.put([1], array)
     with store._behind._lock:
-        queued = weakref.ref(store._behind._index.get(np.array([1], "<i4").tobytes()).job.main)  # type: ignore[union-attr]
+        queued = weakref.ref(store._behind._index.get(np.array([1], "<i4").tobytes()).request.main)  # type: ignore[union-attr]
     store._behind.close()
     assert queued() is None
     with pytest.raises(kvstore.WriteBehindError):
@@ -620,7 +621,7 @@ def test_a_refused_put_leaves_no_thread_and_no_room_taken(bad: dict[str, Any], w
     gc.collect()
     buffer.append(0)  # nobody holds it
     assert names() == before
-    assert store._engine.ram.n_bytes == 0
+    assert store._core.ram.n_bytes == 0
 
 
 def test_puts_leave_no_thread_when_they_are_done(open_store: Opener) -> None:

@@ -18,8 +18,8 @@ import pytest
 from storekit import noise
 
 from kvstore import KVStoreError, Store
-from kvstore.storage import blobs, writers
-from kvstore.store import disk_budget as space
+from kvstore.storage import geometry, writers
+from kvstore.store import disk_budget as budget
 
 if not hasattr(os, "fork"):
     pytest.skip("needs fork", allow_module_level=True)
@@ -32,8 +32,8 @@ locks = pytest.mark.skipif(sys.platform != "linux", reason="open file descriptio
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blobs, "CHUNK_BYTES", 50_000)
-    monkeypatch.setattr(blobs, "BATCH_CHUNKS", 2)
+    monkeypatch.setattr(geometry, "CHUNK_BYTES", 50_000)
+    monkeypatch.setattr(geometry, "BATCH_CHUNKS", 2)
 
 
 def side(path: Path) -> Path:
@@ -64,10 +64,10 @@ class Paused:
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
         self.half, self.go, self.error = threading.Event(), threading.Event(), None
         self.thread = threading.Thread(target=self._run, args=(store, tokens))
-        real = space.Space.make
+        real = budget.DiskBudget.evict_until
         calls: list[int] = []
 
-        def make(self_: space.Space, *args: Any) -> None:
+        def evict_until(self_: budget.DiskBudget, *args: Any) -> None:
             if threading.current_thread() is self.thread:
                 calls.append(1)
                 if len(calls) == 8:
@@ -75,7 +75,7 @@ class Paused:
                     self.go.wait(60)
             real(self_, *args)
 
-        monkeypatch.setattr(space.Space, "make", make)
+        monkeypatch.setattr(budget.DiskBudget, "evict_until", evict_until)
 
     def _run(self, store: Store, tokens: list[int]) -> None:
         try:
@@ -391,7 +391,7 @@ def test_where_the_file_cannot_be_made_the_process_is_the_sign(
                 other.gc()
             assert staged(path) == [name]
         assert store.match([1]) is not None
-        monkeypatch.setattr(blobs, "BATCH_CHUNKS", 1 << 20)
+        monkeypatch.setattr(geometry, "BATCH_CHUNKS", 1 << 20)
         stage(path, name.decode())
         store.gc()
         assert staged(path) == []

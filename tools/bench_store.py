@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import kvstore
-from kvstore.storage import queries
+from kvstore.storage import queries, queries_blobs, writers
 
 MIB = 1 << 20
 # A virtual machine is slow with memory that it touches for the first time: the page cache of the log, then of the file.
@@ -117,9 +117,9 @@ def fill(path: Path, n_entries: int, n_tokens: int, seed: int = 3) -> list[np.nd
     some = []
     with kvstore.Store(path, cache_ram_mib=0) as store:
         store.put(system, b"prefix")
-        engine = store._engine
-        now = engine.now()
-        with engine.db.write() as c:
+        core = store._core
+        now = core.now()
+        with core.db.write() as c:
             fingerprint = queries.add_fingerprint(c, "")
             for i in range(n_entries):
                 tokens = np.concatenate([system, rng.integers(0, 50000, n_tokens - len(system), dtype=np.int32)])
@@ -130,9 +130,9 @@ def fill(path: Path, n_entries: int, n_tokens: int, seed: int = 3) -> list[np.nd
                     i + 1, n_tokens, 0, "normal", "default", now, now, None, None, 0, 1, n_tokens, "", None, 6, 6
                 )
                 queries.insert_entry(c, entry, fingerprint, key, True)
-                blob = queries.stage_blob(c, "main", "full", 6, 6, engine.writer)
-                queries.insert_chunk(c, blob, 0, b"prefix")
-                queries.finish_blob(c, blob, i + 1, bytes(16))
+                blob = queries_blobs.stage_blob(c, "main", "full", 6, 6, writers.process_name())
+                queries_blobs.insert_chunk(c, blob, 0, b"prefix")
+                queries_blobs.finish_blob(c, blob, i + 1, bytes(16))
                 if i % (n_entries // 200 or 1) == 0:
                     some.append(tokens)
     return some

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
 from ..types import Bytes
 from ..util.hashing import Hasher
-from . import queries
+from . import geometry, queries_blobs
 from .db import Connection
-from .queries import BlobRow
+from .queries_blobs import BlobRow
 
-# A chunk fills whole pages: SQLite keeps 8,199 bytes of a large row in a leaf of 65,536 bytes (seven rows share one) and
-# 65,532 in each overflow page; 17 bytes are the row's header. Chunks of 1 MiB were the fastest to write of 0.1 to 16 MiB
-# (0.30 s for 256 MiB, 0.41 s with 16 MiB): SQLite copies a bound value, and a copy of this size stays in the cache.
-CHUNK_BYTES = 8199 - 17 + 16 * 65532
-# A larger put is committed in batches of chunks, so that other writers get their turn and the log stays small.
-BATCH_CHUNKS = 64
-# The log is sent on its way to the disk after so many chunks, and so many before the end: the sync of the last commit then
-# waits for little. Where the log's file grows each sync writes the file system's journal too, so they are few: 256 MiB took
-# 0.21 s with few and 0.23 with many into a new log, 0.18 and 0.15 into one that was there.
-KICKS_NEW_LOG = (BATCH_CHUNKS, 12)
+# Start an early WAL fsync every N chunks and once M chunks before the end, so the final fsync is short. In a log whose file
+# grows each fsync also writes the file system's journal, so there are fewer: 256 MiB took 0.21 s with few and 0.23 s with
+# many into a new log, 0.18 s and 0.15 s into one of full size.
+KICKS_NEW_LOG = (geometry.BATCH_CHUNKS, 12)
 KICKS_USED_LOG = (16, 4)
 
 
 class UnreadableBlob(Exception):
     """The chunks of a blob do not add up."""
-
-
-def pieces(data: Bytes) -> Iterator[tuple[int, Bytes]]:
-    """(seq, bytes) of the chunks of a state."""
-    for seq, at in enumerate(range(0, data.size, CHUNK_BYTES)):
-        yield seq, data[at : at + CHUNK_BYTES]
 
 
 def log_bytes(n: int) -> int:
@@ -54,7 +42,7 @@ def read(
     Raises UnreadableBlob where chunks are missing or their sizes do not add up; nothing is allocated before that is known.
     """
     if chunks is None:
-        chunks = queries.chunk_sizes(c, blob.id)
+        chunks = queries_blobs.chunk_sizes(c, blob.id)
     if [seq for _, seq, _ in chunks] != list(range(len(chunks))) or sum(n for _, _, n in chunks) != blob.stored:
         raise UnreadableBlob(f"has {sum(n for _, _, n in chunks)} of {blob.stored} bytes in {len(chunks)} chunks")
     if out is None:
@@ -90,11 +78,11 @@ def write(
 ) -> int:
     """Writes up to `count` chunks of a state from chunk `first` on; gives the next chunk to write, or -1 at the end."""
     every, before_end = kicks
-    seq, last = first, -(-data.size // CHUNK_BYTES)
-    for at in range(first * CHUNK_BYTES, data.size, CHUNK_BYTES):
+    seq, last = first, -(-data.size // geometry.CHUNK_BYTES)
+    for at in range(first * geometry.CHUNK_BYTES, data.size, geometry.CHUNK_BYTES):
         if count is not None and seq - first >= count:
             return seq
-        queries.insert_chunk(c, blob, seq, data[at : at + CHUNK_BYTES])
+        queries_blobs.insert_chunk(c, blob, seq, data[at : at + geometry.CHUNK_BYTES])
         seq += 1
         if kick is not None and (seq % every == 0 or last - seq == before_end):
             kick()

@@ -1,70 +1,43 @@
-"""Connections, pragmas and transactions: the only module that imports apsw.
+"""Connections, pragmas and transactions of one store file.
 
-One connection writes, under a lock; readers come from a pool and never wait for it (write-ahead log). Every exception
-of SQLite leaves here as one of `kvstore.errors`, recognised by its class, never by its message.
+One connection writes, under a lock; readers come from a pool and never wait for it (write-ahead log).
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, TypeAlias
 
 from ..errors import (
     BusyError,
     ClosedError,
-    CorruptStoreError,
     DiskFullError,
     ForkedError,
     InvalidInputError,
-    KVStoreError,
-    NewerStoreError,
-    NotAStoreError,
     ReadOnlyError,
     StoreIOError,
 )
-from ..util import fsutil
-from . import disk, keys
-from . import sniff as header
+from . import disk, keys, sqlite
+from .geometry import PAGE_SIZE as PAGE_SIZE
 from .paths import identity as identity
 from .paths import other_name_in_use
 from .paths import refuse_network_filesystem as refuse_network_filesystem
 from .paths import reserve_file as reserve_file
 from .paths import resolve as resolve
 from .paths import resolve_new as resolve_new
-from .sniff import EMPTY, Header
+from .peek import refuse_other_kinds as refuse_other_kinds
+from .peek import refuse_other_programs
+from .sniff import EMPTY
+from .sqlite import Connection as Connection
+from .sqlite import translated as translated
 from .wal import Syncer, reserve
 
-try:
-    import apsw
-
-    _ = apsw.Connection  # the folder can be there without its files
-except (ImportError, AttributeError) as _error:
-    raise ImportError(keys.damaged_installation()) from _error
-
-Connection: TypeAlias = apsw.Connection
 MEMORY = ":memory:"
-zeroblob = apsw.zeroblob
-MalformedError = apsw.CorruptError  # what SQLite raises on a damaged page, and on a read that the system refused
-ConstraintError = apsw.ConstraintError  # a value that a rule of the schema forbids
-Row: TypeAlias = tuple[Any, ...]
-
-APPLICATION_ID = 0x4B565356
-SCHEMA_VERSION = 2
-
-# The largest page: put of 256 MiB took 0.35 s with pages of 64 KiB, 0.43 with 32, 0.47 with 16 and 0.85 with 4 (plain
-# file with fsync beside it: 0.15 to 0.17 s). It also keeps the token keys of the prefix index (up to 16 KiB) inside a
-# page, so a comparison reads one.
-PAGE_SIZE = 65536
-# INCREMENTAL (2): the file shrinks in bites, without VACUUM's second copy; costs 1 % of a put (FULL would move pages
+# INCREMENTAL (2): the file shrinks in steps, without VACUUM's second copy; costs 1 % of a put (FULL would move pages
 # at every commit, and NONE cannot shrink).
 AUTO_VACUUM = 2
 # WAL: readers never wait for a put (with a rollback journal each waited up to 0.13 s, the flush of 256 MiB), at the
@@ -75,89 +48,8 @@ CACHE_KIB = 8192
 READERS_KEPT = 8
 # With less free than this beside what a transaction adds, its blocks are taken before the commit.
 NEARLY_FULL = 256 << 20
-HAS_CIPHER = hasattr(apsw, "mc_version")
 # Releases whose readers can stay at an old state of the file, seen with the tests of this project (3.54.1 is right again).
 _BROKEN_SQLITE = {"3.54.0"}
-
-
-# The errors of a read that SQLite reports as damage ("database disk image is malformed") instead of an I/O error.
-_READ_ERRORS = (errno.EIO, errno.ENXIO, errno.ERANGE)
-
-
-def read_failed(connection: Connection) -> bool:
-    """Whether the system refused a read of the file or its log on this connection.
-
-    SQLite turns such a refusal into SQLITE_CORRUPT, so only this tells a disk that failed now from damaged bytes.
-    """
-    if sys.platform == "win32":
-        return False
-    last = ctypes.c_int(0)
-    if connection.file_control("main", apsw.SQLITE_FCNTL_LAST_ERRNO, ctypes.addressof(last)) and last.value in _READ_ERRORS:
-        return True
-    log = ctypes.c_void_p()
-    if not connection.file_control("main", apsw.SQLITE_FCNTL_JOURNAL_POINTER, ctypes.addressof(log)) or not log.value:
-        return False
-    # sqlite3_file starts with a pointer to sqlite3_io_methods: a version, then xClose, ..., the tenth is xFileControl
-    # (https://sqlite.org/c3ref/io_methods.html).
-    methods = ctypes.c_void_p.from_address(log.value).value
-    if not methods:
-        return False
-    address = ctypes.c_void_p.from_address(methods + 10 * ctypes.sizeof(ctypes.c_void_p)).value
-    if not address:
-        return False
-    control = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(address)
-    last.value = 0
-    return control(log, apsw.SQLITE_FCNTL_LAST_ERRNO, ctypes.addressof(last)) == 0 and last.value in _READ_ERRORS
-
-
-def translate(error: apsw.Error, path: str, key: bool = False, connection: Connection | None = None) -> KVStoreError:
-    """The error of kvstore that one of SQLite's is; `connection` is where it arose."""
-    if isinstance(error, apsw.CorruptError) and connection is not None and read_failed(connection):
-        reason = os.strerror(errno.EIO)
-        return StoreIOError(f"{path} cannot be read: {reason}", path=path, hint="check the disk, then try again")
-    if isinstance(error, apsw.BusyError | apsw.LockedError):
-        return BusyError(f"{path} is locked by another connection", path=path)
-    if isinstance(error, apsw.FullError) or getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_SHMSIZE:
-        return DiskFullError(f"the disk of {path} is full", path=path)
-    if isinstance(error, apsw.ReadOnlyError):
-        return ReadOnlyError(
-            f"{path} cannot be written", path=path, hint="give its owner write permission, or open it with readonly=True"
-        )
-    if isinstance(error, apsw.NotADBError):
-        if key:
-            return keys.refused(path)
-        return NotAStoreError(
-            f"{path} is not a kvstore: it is not an SQLite database, or it is encrypted",
-            path=path,
-            hint=f"{NotAStoreError.hint}; an encrypted one needs its key (key=, --key-file)",
-        )
-    cut_short = getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_SHORT_READ
-    if isinstance(error, apsw.CorruptError) or cut_short:
-        return CorruptStoreError(f"{path} is damaged: {error}", path=path)
-    if isinstance(error, apsw.ConstraintError | apsw.SQLError | apsw.MismatchError):
-        return CorruptStoreError(f"{path} does not keep to the schema: {error}", path=path)
-    if isinstance(error, apsw.CantOpenError):
-        return StoreIOError(f"{path} cannot be opened", path=path, hint="check that its folder exists and can be written")
-    if isinstance(error, apsw.PermissionsError | apsw.AuthError):
-        return ReadOnlyError(f"{path}: permission denied", path=path, hint="check the permissions of the file")
-    if isinstance(error, apsw.TooBigError):
-        return InvalidInputError(f"{path}: a value is larger than SQLite holds", path=path)
-    return StoreIOError(f"{path}: {error}", path=path, hint="check the disk and the permissions of the file")
-
-
-@contextmanager
-def translated(path: str, key: bool = False, connection: Connection | None = None) -> Iterator[None]:
-    try:
-        yield
-    except apsw.Error as error:
-        raise translate(error, path, key, connection) from error
-
-
-def refuse_other_kinds(path: str) -> None:
-    """Raises StoreIOError where there is something else than a regular file: a directory, a FIFO, a device."""
-    kind = fsutil.kind_of(path)
-    if kind is not None:
-        raise StoreIOError(f"{path} is {kind}", path=path, hint="give the path of a kvstore file")
 
 
 class Database:
@@ -168,10 +60,10 @@ class Database:
     """
 
     def __init__(self, path: str, *, readonly: bool = False, timeout: float = 30.0, key: str | None = None) -> None:
-        if apsw.sqlite_lib_version() in _BROKEN_SQLITE:
+        if sqlite.VERSION in _BROKEN_SQLITE:
             raise StoreIOError(
-                f"SQLite {apsw.sqlite_lib_version()} can give old states of a file to its readers",
-                hint=keys.install(keys.CIPHERS if HAS_CIPHER else keys.PLAIN),
+                f"SQLite {sqlite.VERSION} can give old states of a file to its readers",
+                hint=keys.install(keys.CIPHERS if sqlite.HAS_CIPHER else keys.PLAIN),
             )
         if key is not None:
             keys.check(key)
@@ -212,7 +104,7 @@ class Database:
         found = refuse_other_programs(self.path)
         if self.encrypted and found is not None and found != EMPTY:
             raise keys.not_encrypted(self.path)
-        if self.encrypted and not HAS_CIPHER:
+        if self.encrypted and not sqlite.HAS_CIPHER:
             raise keys.no_cipher(self.path)
         if (other := other_name_in_use(self.path)) is not None:
             raise StoreIOError(
@@ -220,18 +112,16 @@ class Database:
             )
 
     def _connect(self, writable: bool) -> Connection:
-        flags = apsw.SQLITE_OPEN_READWRITE if writable or self.memory else apsw.SQLITE_OPEN_READONLY
-        if self.memory:
-            flags |= apsw.SQLITE_OPEN_CREATE
         with translated(self.path, self._key is not None):
-            target = self.path
             frozen = None if writable or self.memory else self._without_log()
-            if frozen is not None:
-                # Without a folder to keep the shared memory in, only a file that nobody writes can be read.
-                target = Path(self.path).as_uri() + "?immutable=1"
-                flags |= apsw.SQLITE_OPEN_URI
             self._frozen = frozen
-            connection = apsw.Connection(target, flags=flags)
+            if self.memory:
+                connection = sqlite.open_memory()
+            elif frozen is not None:
+                # Without a folder to keep the shared memory in, only a file that nobody writes can be read.
+                connection = sqlite.open_immutable(self.path)
+            else:
+                connection = sqlite.open_file(self.path, writable=writable)
             self.refuse_if_moved()
         with translated(self.path, self._key is not None, connection):
             connection.set_busy_timeout(int(self.timeout * 1000))
@@ -330,7 +220,7 @@ class Database:
                     connection.execute("COMMIT")
                 except BaseException:
                     if not connection.get_autocommit():
-                        with suppress(apsw.Error):  # the first error is the one to report
+                        with suppress(sqlite.Error):  # the first error is the one to report
                             connection.execute("ROLLBACK")
                     raise
         finally:
@@ -351,7 +241,7 @@ class Database:
             raise DiskFullError(f"the disk of {self.path} is full", path=self.path)
 
     def leave_spare(self) -> None:
-        """Leaves blocks behind the end of the file for who opens it on a full disk; `relieve` gives them back."""
+        """Leaves blocks behind the end of the file for whoever opens it on a full disk; `relieve` gives them back."""
         if not self.memory and not self.readonly and identity(self.path) == self._identity:
             disk.reserve_behind(self.path, disk.spare_bytes(self.path))
 
@@ -419,29 +309,27 @@ class Database:
         with self._checkpoint_lock, translated(self.path):
             if self._checkpointer is None:
                 self._checkpointer = self._connect(writable=True)
-            mode = apsw.SQLITE_CHECKPOINT_TRUNCATE if truncate else apsw.SQLITE_CHECKPOINT_PASSIVE
             try:
                 if not wait:
                     self._checkpointer.set_busy_timeout(0)
                 with translated(self.path, connection=self._checkpointer):
-                    in_log, done = self._checkpointer.wal_checkpoint(mode=mode)
+                    return sqlite.checkpoint(self._checkpointer, truncate=truncate)
             except BusyError:
                 return False
             finally:
                 self._checkpointer.set_busy_timeout(int(self.timeout * 1000))
-            return bool(in_log == done)
 
     def reserve_log(self, n_bytes: int) -> None:
-        """Makes the log's file as large as it will be with so many bytes, where the system can."""
+        """Makes the log's file as large as it will be with n_bytes of frames, where the system can."""
         if not self.memory:
             reserve(self.path + "-wal", n_bytes)
 
     @contextmanager
     def sync_ahead(self) -> Iterator[Callable[[], None]]:
-        """Lends a function that starts the log's way to the disk while the transaction still writes.
+        """Yields a callback that starts an early fsync of the WAL, so COMMIT's fsync has little left to flush.
 
-        The sync of the commit then finds little left: 256 MiB took 0.27 s instead of 0.36. Only the log is opened here:
-        closing any descriptor of the database itself would drop SQLite's locks on it.
+        256 MiB took 0.27 s instead of 0.36. Only the log is opened here: closing any descriptor of the database itself would
+        drop SQLite's locks on it.
         """
         if self.memory or sys.platform == "win32":
             yield lambda: None
@@ -509,7 +397,7 @@ class Database:
                 if connection is not None:
                     try:
                         connection.close(True)
-                    except apsw.Error as error:  # the others are closed all the same
+                    except sqlite.Error as error:  # the others are closed all the same
                         errors.append(error)
             if moved and self._log is not None and identity(self.path + "-wal") == self._log:
                 # SQLite leaves the log of a file that was moved: it would be read as that of the file that has the name now.
@@ -527,146 +415,3 @@ def open_here(path: str) -> bool:
     """Whether this process has connections to the file: reading it by other means would then drop their locks."""
     others = [d.path for d in list(_OPEN) if not d._closed and not d.memory and os.path.exists(d.path)]
     return any(os.path.samefile(path, other) for other in others)
-
-
-PEEKS = 4
-
-
-def refuse_other_programs(path: str) -> Header | None:
-    """What the file says it is. Raises NotAStoreError or NewerStoreError where it says each time that it is not for us.
-
-    Another process may be in the middle of writing a page, or of emptying the log, each time but not every time.
-    """
-    found: Header | None = None
-    for n in range(PEEKS):
-        try:
-            found = peek(path)
-            refuse(path, found)
-            break
-        except (NotAStoreError, NewerStoreError):
-            if n == PEEKS - 1:
-                raise
-            time.sleep(0.005 * (n + 1))
-    return found
-
-
-def peek(path: str) -> Header | None:
-    """What the file says it is; None where it is no plain SQLite database.
-
-    Takes no lock and leaves nothing beside it: an ordinary connection would make a log for a file of another program, or
-    copy a log into it that its program left. (Closing a plain file descriptor would drop the locks of our connections.)
-    """
-    logged = header.in_log(path + "-wal")
-    if logged is not None:
-        return logged
-    flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
-    try:
-        c = apsw.Connection(Path(path).resolve().as_uri() + "?immutable=1", flags=flags)
-        try:
-            empty = is_empty(c)  # first, as another process may be creating it
-            return Header(application_id(c), user_version(c), empty)
-        finally:
-            c.close(True)
-    except apsw.Error:
-        return None  # the real open says what is wrong
-
-
-def refuse(path: str, found: Header | None) -> None:
-    """Raises NotAStoreError for another program's file, NewerStoreError for one of a newer kvstore."""
-    if found is None or found == EMPTY:
-        return
-    if found.application_id != APPLICATION_ID or found.user_version < 1:
-        raise NotAStoreError(
-            f"{path} is an SQLite database of another program", path=path, application_id=found.application_id
-        )
-    if found.user_version > SCHEMA_VERSION:
-        raise NewerStoreError(
-            f"{path} has schema version {found.user_version}, this kvstore reads up to {SCHEMA_VERSION}",
-            path=path,
-            version=found.user_version,
-        )
-
-
-def keep_log(connection: Connection) -> None:
-    """Lets a connection leave the log's file where it is when it closes: SQLite deletes it by its name."""
-    keep = ctypes.c_int(1)
-    with suppress(apsw.Error):
-        connection.file_control("main", apsw.SQLITE_FCNTL_PERSIST_WAL, ctypes.addressof(keep))
-
-
-def relieve(path: str, key: str | None) -> None:
-    """Makes what room it can on the full disk of a store that nobody has open: its log, and the blocks `leave_spare` left.
-
-    Needs none itself: with a lock that keeps all others out SQLite needs no shared memory.
-    """
-    with suppress(apsw.Error, KVStoreError, OSError):
-        if not os.path.getsize(path):
-            return
-        connection = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READWRITE)
-        try:
-            if key is not None:
-                connection.pragma("key", key)
-            connection.pragma("locking_mode", "exclusive")
-            if connection.pragma("application_id") == APPLICATION_ID and connection.pragma("journal_mode") == "wal":
-                with suppress(apsw.Error):
-                    connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
-                disk.give_up_behind(path)
-        finally:
-            connection.close(True)
-
-
-def remove_if_empty(path: str, created: tuple[int, int] | None, key: str | None) -> None:
-    """Removes a file that was created here and into which nothing came, with its log; leaves what another wrote, or has open.
-
-    Under a lock that keeps all others out, and that needs no shared memory: the disk may be full.
-    """
-    with suppress(apsw.Error, KVStoreError, OSError):
-        connection = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READWRITE)
-        try:
-            if key is not None and os.path.getsize(path):
-                connection.pragma("key", key)
-            connection.pragma("locking_mode", "exclusive")
-            connection.execute("BEGIN")
-            # The read locks an empty file against commits, and one with a log against everyone: neither writes anything.
-            # Who had begun to fill the empty file finds that it was removed, and opens anew.
-            locked = is_empty(connection) and (os.path.getsize(path) == 0 or connection.pragma("journal_mode") == "wal")
-            if locked and identity(path) == created:
-                keep_log(connection)
-                for suffix in ("-wal", "-shm", "-journal", ""):
-                    with suppress(FileNotFoundError):
-                        os.unlink(path + suffix)
-        finally:
-            connection.close(True)
-
-
-def user_version(connection: Connection) -> int:
-    return int(connection.pragma("user_version"))
-
-
-def application_id(connection: Connection) -> int:
-    return int(connection.pragma("application_id"))
-
-
-def is_empty(connection: Connection) -> bool:
-    """True where the database holds nothing at all."""
-    return int(connection.execute("SELECT count(*) FROM sqlite_schema").get) == 0
-
-
-def views(connection: Connection) -> dict[str, str]:
-    """The SQL of each view by its name."""
-    return {str(r[0]): str(r[1]) for r in connection.execute("SELECT name, sql FROM sqlite_schema WHERE type = 'view'")}
-
-
-def schema_names(connection: Connection) -> set[str]:
-    """The names of all tables, indexes, triggers and views."""
-    return {row[0] for row in connection.execute("SELECT name FROM sqlite_schema")}
-
-
-def run_script(connection: Connection, sql: str) -> None:
-    """Runs statements inside the transaction that is open."""
-    for _ in connection.execute(sql):
-        pass
-
-
-def sqlite_version() -> str:
-    return apsw.sqlite_lib_version()

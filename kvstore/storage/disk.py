@@ -11,9 +11,9 @@ import os
 import sys
 from contextlib import suppress
 
-KEEP_SIZE = 1
-# What a delete was seen to write to the log, at most 15 pages of 64 KiB, with the shared memory beside it; twice that.
-SPARE_BYTES = 2 << 20
+from .geometry import SPARE_BYTES as SPARE_BYTES
+
+KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 
 
 def allocate(fd: int, at: int, n_bytes: int, mode: int = 0) -> bool:

@@ -14,10 +14,11 @@ from .. import bkvd
 from ..errors import CorruptStoreError, DeltaError
 from ..types import Bytes, Entry, hex_id
 from ..util.hashing import Hasher, digest
-from . import blobs, queries
-from .db import Connection, MalformedError, read_failed
-from .queries import BlobRow
-from .ram_cache import Held, RamCache
+from . import blobs, queries_blobs
+from .db import Connection
+from .queries_blobs import BlobRow
+from .ram_cache import CachedEntry, RamCache
+from .sqlite import MalformedError, read_failed
 
 # Below this a thread for the digest costs more than it saves.
 PARALLEL_DIGEST_BYTES = 8 << 20
@@ -79,22 +80,30 @@ def as_put(
     return state
 
 
+def read_stored(c: Connection, entry: int, row: BlobRow, chunks: list[tuple[int, int, int]] | None = None) -> Bytes:
+    """The bytes of a state in the file, past the RAM layer; `chunks` as in `blobs.read`. Raises Damaged."""
+    try:
+        return blobs.read(c, row, chunks=chunks)
+    except blobs.UnreadableBlob as error:
+        raise Damaged(entry, f"its {row.part} state {error}", invariant="chunks-complete") from error
+
+
 class EntryReader:
     """Reads entries through the RAM layer; holds no lock of its own. Timings go to `spent(name, seconds)`."""
 
     def __init__(self, ram: RamCache, verify: bool, spent: Callable[[str, float], None]) -> None:
         self.ram = ram
         self.verify = verify
-        self._spent = spent
+        self.spent = spent
         self._hashes: dict[int, int] = {}
 
     def from_disk(self) -> EntryReader:
         """A reader that looks at the file alone, and checks every digest."""
-        return EntryReader(RamCache(0), True, self._spent)
+        return EntryReader(RamCache(0), True, self.spent)
 
     def read(self, c: Connection, entry: Entry) -> tuple[Bytes, Bytes | None]:
         """The states of an entry as they were put: main, and draft or None; read-only. Raises Damaged."""
-        rows = queries.blobs(c, entry.id)
+        rows = queries_blobs.blobs(c, entry.id)
         try:
             return self._read(c, entry, rows)
         except Damaged:
@@ -105,14 +114,14 @@ class EntryReader:
                 self.ram.discard(entry.parent)
             return self._read(c, entry, rows)
 
-    def stored(self, c: Connection, id: int) -> Held:
+    def stored(self, c: Connection, id: int) -> CachedEntry:
         """The stored form of a whole entry, from RAM or disk. Raises Damaged."""
-        rows = queries.blobs(c, id)
+        rows = queries_blobs.blobs(c, id)
         if any(row.kind != "full" for row in rows):
             raise Damaged(id, "it is not whole, and others are stored against it", invariant="delta-parent")
         return self._stored(c, id, None, rows, False)[0]
 
-    def sample_hash(self, held: Held, part: str) -> int:
+    def sample_hash(self, held: CachedEntry, part: str) -> int:
         """The sample hash of a whole entry's state; computed once for each blob (of `version`: main, then draft)."""
         blob = held.version[0 if part == "main" else 1]
         found = self._hashes.get(blob)
@@ -126,7 +135,7 @@ class EntryReader:
 
     def check_whole(self, c: Connection, id: int) -> None:
         """Raises Damaged where a whole entry's own bytes are wrong."""
-        rows = queries.blobs(c, id)
+        rows = queries_blobs.blobs(c, id)
         version = tuple(row.id for row in rows)
         if not any(row.part == "main" for row in rows):
             raise Damaged(id, "it has no main state", invariant="whole-entry", version=version)
@@ -158,12 +167,12 @@ class EntryReader:
                     self.check_whole(c, entry.parent)  # the other children of a damaged parent fail with it
                 raise
             if row.kind == "bkvd":
-                self._spent("decode_us", time.perf_counter() - started)
+                self.spent("decode_us", time.perf_counter() - started)
         return states["main"], states.get("draft")
 
     def _stored(
         self, c: Connection, id: int, parent: int | None, rows: list[BlobRow], digests_too: bool
-    ) -> tuple[Held, dict[str, bytes]]:
+    ) -> tuple[CachedEntry, dict[str, bytes]]:
         """The stored form of an entry, and the digests computed while large whole states were read from disk."""
         version = tuple(row.id for row in rows)
         if not any(row.part == "main" for row in rows):
@@ -179,7 +188,7 @@ class EntryReader:
             if room:
                 self.ram.cancel(n_bytes)
             raise
-        held = Held(version, parts["main"], parts.get("draft"), parent)
+        held = CachedEntry(version, parts["main"], parts.get("draft"), parent)
         # A digest that fails is found by the caller, who discards the entry.
         if room:
             self.ram.commit(id, held)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from . import queries
+from . import queries, queries_blobs
 from .db import Connection
 
 Found = tuple[int, bytes]
@@ -88,7 +88,7 @@ class ExpiredRuns:
             new = queries.entries_of_blobs_after(c, since, fingerprint, NEW_KEPT + 1)
             if put_off == then and len(new) <= NEW_KEPT:
                 return new
-        if queries.staged(c):
+        if queries_blobs.staged(c):
             return None  # a blob that is older than the run may become an entry later
         self._runs, self._since = [], (newest, put_off)
         return []

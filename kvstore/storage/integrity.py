@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from ..util.hashing import prefix_hash
-from . import queries, queries_prefixes
+from . import queries, queries_blobs, queries_prefixes
 from .db import Connection
 from .queries import signed, unsigned
 
@@ -236,11 +236,11 @@ BLOB_IDS = "SELECT id FROM blobs NOT INDEXED WHERE id BETWEEN ? AND ?"
 CHUNK_IDS = "SELECT id FROM chunks NOT INDEXED WHERE id BETWEEN ? AND ?"
 
 
-def blob_row(c: Connection, blob: int) -> tuple[int, queries.BlobRow] | None:
+def blob_row(c: Connection, blob: int) -> tuple[int, queries_blobs.BlobRow] | None:
     """(entry, row) of a blob that belongs to an entry."""
     sql = "SELECT entry, id, part, kind, size, stored, digest FROM blobs NOT INDEXED WHERE id = ? AND entry IS NOT NULL"
     row = c.execute(sql, (blob,)).fetchone()
-    return None if row is None else (unsigned(row[0]), queries.BlobRow(*row[1:]))
+    return None if row is None else (unsigned(row[0]), queries_blobs.BlobRow(*row[1:]))
 
 
 def chunk_row(c: Connection, chunk: int) -> tuple[int, int, int, int] | None:

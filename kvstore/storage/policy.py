@@ -85,11 +85,22 @@ class Cuts:
         return self.any or n_tokens in self.counts
 
 
+def layout_of(state: Bytes) -> layout.Layout | None:
+    """The layout of a state; None where it is not understood."""
+    try:
+        return layout.parse(state)
+    except LayoutError:
+        return None
+
+
 def cuts_of(main: Bytes, n_tokens: int) -> Cuts:
     """Where the engine could go on from inside this state; nowhere, where its layout is not understood."""
-    try:
-        found = layout.parse(main)
-    except LayoutError:
+    return cuts_in(layout_of(main), n_tokens)
+
+
+def cuts_in(found: layout.Layout | None, n_tokens: int) -> Cuts:
+    """`cuts_of` a state whose layout was parsed before."""
+    if found is None:
         return Cuts(False, ())
     if found.can_crop:
         return Cuts(True, ())

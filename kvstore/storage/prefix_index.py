@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -98,23 +99,36 @@ def _whole(c: Connection, fingerprint: int, key: bytes, now: int, cut: bool, mos
     return [id for id, _, expires_at in found if expires_at is None or expires_at > now]
 
 
-def whole_prefixes(
-    c: Connection,
-    filters: PrefixFilters,
-    fingerprint: int,
-    key: bytes,
-    now: int,
-    what: str,
-    *,
-    limit: int = -1,
-    committed: bool = True,
-) -> list[tuple[int, int]]:
-    """(id, n_tokens) of the live entries whose tokens are a prefix of `key`, or all of it, longest first.
+@dataclass(frozen=True, slots=True)
+class StoredPrefixes:
+    """The entries whose tokens are a prefix of `key`, longest first, as one walk found them: signed ids.
 
-    what: only those that are "learned" (and whole), or "removable" (normal, without images and children), or "any". At most
-    `limit` of each kind, those that can be cut and the others. committed=False: `c` is in a transaction that writes.
+    Damaged and expired rows may be among them: `chosen` looks at each.
     """
-    chosen: list[tuple[int, int]] = []
+
+    fingerprint: int
+    key: bytes
+    can_be_cut: tuple[int, ...]
+    others: tuple[int, ...]
+
+    def chosen(self, c: Connection, now: int, what: str, limit: int = -1) -> list[tuple[int, int]]:
+        """(id, n_tokens) of those that are live, longest first.
+
+        what: only those that are "learned" (and whole), or "removable" (normal, without images and children), or "any". At
+        most `limit` of those that can be cut, and of the others.
+        """
+        rows: list[tuple[int, int]] = []
+        for ids in (self.can_be_cut, self.others):
+            if ids:
+                rows += queries_prefixes.chosen(c, ids, self.fingerprint, self.key, now, what, limit)
+        return sorted(((unsigned(id), n) for id, n in rows), key=lambda found: -found[1])
+
+
+def stored_prefixes(
+    c: Connection, filters: PrefixFilters, fingerprint: int, key: bytes, now: int, *, committed: bool = True
+) -> StoredPrefixes:
+    """The stored prefixes of `key`, itself among them. committed=False: `c` is in a transaction that writes."""
+    found: list[tuple[int, ...]] = []
     for cut in (True, False):
         try:
             ids = [signed(id) for id in _whole(c, fingerprint, key, now, cut, WALK_STEPS)]
@@ -127,18 +141,13 @@ def whole_prefixes(
                     ids = held.whole(c, fingerprint, key, now, committed=committed)
             else:
                 ids = [signed(id) for id in _whole(c, fingerprint, key, now, cut, None)]
-        if ids:
-            chosen += queries_prefixes.chosen(c, ids, fingerprint, key, now, what, limit)
-    return sorted(((unsigned(id), n) for id, n in chosen), key=lambda found: -found[1])
+        found.append(tuple(ids))
+    return StoredPrefixes(fingerprint, key, *found)
 
 
-def learned_prefix(
-    c: Connection, filters: PrefixFilters, fingerprint: int, key: bytes, now: int, *, committed: bool = True
-) -> tuple[int, int] | None:
-    """(id, n_tokens) of the live learned entry whose tokens are the longest proper prefix of `key`."""
-    if not queries.has_class(c, "learned"):
-        return None
-    found = whole_prefixes(c, filters, fingerprint, key[:-4], now, "learned", limit=1, committed=committed)
+def find_base(c: Connection, prefixes: StoredPrefixes, now: int) -> tuple[int, int] | None:
+    """(id, n_tokens) of the longest live learned entry among stored prefixes: what a delta is made against."""
+    found = prefixes.chosen(c, now, "learned", limit=1)
     return found[0] if found else None
 
 

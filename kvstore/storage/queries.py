@@ -1,4 +1,4 @@
-"""Every SQL statement, as a typed function of a connection. Ids are unsigned outside and signed inside the file."""
+"""The SQL of entries and their meta, as typed functions of a connection. Ids are unsigned outside, signed in the file."""
 
 from __future__ import annotations
 
@@ -10,36 +10,21 @@ from typing import Any
 import numpy as np
 
 from ..errors import CorruptStoreError, StoreIOError
-from ..types import CLASSES, SOURCES, Bytes, Entry, Tokens, hex_id
+from ..types import CLASSES, SOURCES, Entry, Tokens, hex_id
 from . import queries_prefixes
-from .db import Connection, read_failed, zeroblob
+from .db import Connection
+from .sqlite import read_failed
 
 _U64 = 1 << 64
-_I63 = 1 << 63
+I63 = 1 << 63
 
 
 def signed(id: int) -> int:
-    return id - _U64 if id >= _I63 else id
+    return id - _U64 if id >= I63 else id
 
 
 def unsigned(id: int) -> int:
     return id + _U64 if id < 0 else id
-
-
-PARTS = ("main", "draft")
-KINDS = ("full", "bkvd")
-
-
-@dataclass(frozen=True, slots=True)
-class BlobRow:
-    """One state of an entry as it lies in the file; `kind` is 'full' or 'bkvd', `stored` the bytes in chunks."""
-
-    id: int
-    part: str
-    kind: str
-    size: int
-    stored: int
-    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,53 +67,53 @@ _FROM = "FROM entries e JOIN meta m ON m.entry = e.id"
 _LAST_SECOND = 253402300799
 
 
-def _integer(id: int, name: str, value: Any, low: int, high: int = _I63 - 1) -> int:
+def checked_int(id: int, name: str, value: Any, low: int, high: int = I63 - 1) -> int:
     if not isinstance(value, int) or not low <= value <= high:
-        raise _damaged_row(id, f"{name} is {_shown(value)}")
+        raise damaged_row(id, f"{name} is {shown(value)}")
     return value
 
 
 def _seconds(id: int, name: str, value: Any) -> int:
-    return max(0, min(_integer(id, name, value, -_I63), _LAST_SECOND))
+    return max(0, min(checked_int(id, name, value, -I63), _LAST_SECOND))
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _damaged_row(id: int, what: str) -> CorruptStoreError:
+def damaged_row(id: int, what: str) -> CorruptStoreError:
     return CorruptStoreError(f"entry {hex_id(id)} has a damaged row: {what}", entry=hex_id(id))
 
 
 def entry_of(row: Sequence[Any]) -> Entry:
     """An entry from a row that anything may have written. Raises CorruptStoreError."""
     if not isinstance(row[0], int):
-        raise CorruptStoreError(f"the id of an entry is {_shown(row[0])}")
+        raise CorruptStoreError(f"the id of an entry is {shown(row[0])}")
     id = unsigned(row[0])
     if row[3] not in CLASSES:
-        raise _damaged_row(id, f"its class is {_shown(row[3])}")
+        raise damaged_row(id, f"its class is {shown(row[3])}")
     if row[4] not in SOURCES:
-        raise _damaged_row(id, f"its source is {_shown(row[4])}")
+        raise damaged_row(id, f"its source is {shown(row[4])}")
     if not isinstance(row[12], bytes):
-        raise _damaged_row(id, f"its excerpt is {_shown(row[12])}")
+        raise damaged_row(id, f"its excerpt is {shown(row[12])}")
     return Entry(
         id=id,
-        n_tokens=_integer(id, "n_tokens", row[1], 0),
-        n_images=_integer(id, "n_images", row[2], 0),
+        n_tokens=checked_int(id, "n_tokens", row[1], 0),
+        n_images=checked_int(id, "n_images", row[2], 0),
         entry_class=row[3],
         source=row[4],
         created_at=_seconds(id, "created_at", row[5]),
         last_used=_seconds(id, "last_used", row[6]),
         expires_at=None if row[7] is None else _seconds(id, "expires_at", row[7]),
-        ttl=None if row[8] is None else min(_integer(id, "ttl", row[8], 1), _LAST_SECOND),
-        hits=unsigned(_integer(id, "hits", row[9], -_I63)),
-        family=unsigned(_integer(id, "family", row[10], -_I63)),
-        n_input=_integer(id, "n_input", row[11], -_I63),
+        ttl=None if row[8] is None else min(checked_int(id, "ttl", row[8], 1), _LAST_SECOND),
+        hits=unsigned(checked_int(id, "hits", row[9], -I63)),
+        family=unsigned(checked_int(id, "family", row[10], -I63)),
+        n_input=checked_int(id, "n_input", row[11], -I63),
         excerpt=row[12].decode("utf-8", "replace"),
-        parent=None if row[13] is None else unsigned(_integer(id, "parent", row[13], -_I63)),
-        size=_integer(id, "size", row[14], 1),
-        stored=_integer(id, "stored", row[15], 1),
+        parent=None if row[13] is None else unsigned(checked_int(id, "parent", row[13], -I63)),
+        size=checked_int(id, "size", row[14], 1),
+        stored=checked_int(id, "stored", row[15], 1),
     )
 
 
@@ -172,7 +157,7 @@ def tokens(c: Connection, id: int) -> Tokens | None:
     if row is None:
         return None
     if not isinstance(row[0], bytes) or len(row[0]) % 4:
-        raise _damaged_row(id, f"its tokens are {_shown(row[0])}")
+        raise damaged_row(id, f"its tokens are {shown(row[0])}")
     return np.frombuffer(row[0], dtype="<i4").astype(np.int32)
 
 
@@ -180,7 +165,7 @@ def head(c: Connection, id: int) -> bytes | None:
     """The header of the file that an entry came in, its tokens cut out; None where it came in no file."""
     row = c.execute("SELECT head FROM entries WHERE id = ?", (signed(id),)).fetchone()
     if row is not None and not isinstance(row[0], bytes | None):
-        raise _damaged_row(id, f"its head is {_shown(row[0])}")
+        raise damaged_row(id, f"its head is {shown(row[0])}")
     return None if row is None else row[0]
 
 
@@ -422,109 +407,6 @@ def family_tokens(c: Connection, fingerprint: int, family: int, now: int, limit:
     return [(unsigned(r[0]), r[1], r[2], r[3]) for r in rows if isinstance(r[1], bytes) and r[1] and not len(r[1]) % 4]
 
 
-# -- blobs and chunks
-
-
-def blobs(c: Connection, id: int) -> list[BlobRow]:
-    """The states of an entry; none where the entry is gone and its blobs were left behind."""
-    sql = """SELECT id, part, kind, size, stored, digest FROM blobs WHERE entry = ?1
- AND EXISTS (SELECT 1 FROM entries e JOIN meta m ON m.entry = e.id WHERE e.id = ?1) ORDER BY part DESC"""
-    return [_blob_row(id, row) for row in c.execute(sql, (signed(id),))]
-
-
-def _blob_row(id: int, row: Sequence[Any]) -> BlobRow:
-    """A row of blobs that anything may have written. Raises CorruptStoreError."""
-    if row[1] not in PARTS or row[2] not in KINDS:
-        raise _damaged_row(id, f"it has a {_shown(row[1])} state of the kind {_shown(row[2])}")
-    if not isinstance(row[5], bytes) or len(row[5]) != 16:
-        raise _damaged_row(id, f"the digest of its {row[1]} state is {_shown(row[5])}")
-    size, stored = (_integer(id, f"{name} of its {row[1]} state", n, 1) for name, n in (("size", row[3]), ("stored", row[4])))
-    return BlobRow(_integer(id, "a blob's id", row[0], -_I63), row[1], row[2], size, stored, row[5])
-
-
-def stage_blob(c: Connection, part: str, kind: str, size: int, stored: int, writer: str) -> int:
-    """A blob that belongs to no entry yet; gives its id."""
-    c.execute(
-        "INSERT INTO blobs(part, kind, size, stored, writer) VALUES(?,?,?,?,?)", (part, kind, size, stored, writer)
-    )
-    return c.last_insert_rowid()
-
-
-def finish_blob(c: Connection, blob: int, id: int, digest: bytes) -> bool:
-    """Hands a staged blob to its entry; False where the blob is gone."""
-    c.execute("UPDATE blobs SET entry = ?, digest = ?, writer = NULL WHERE id = ?", (signed(id), digest, blob))
-    return c.changes() == 1
-
-
-# Above this a chunk is inserted as zeros, then written in place: SQLite copies a bound value twice before it reaches a page,
-# into memory that malloc may take from the system, page fault by page fault, each time: 0.23 or 0.55 s for 256 MiB, so 0.19.
-IN_PLACE_BYTES = 65536
-
-
-def insert_chunk(c: Connection, blob: int, seq: int, data: Bytes | bytes) -> None:
-    sql = "INSERT INTO chunks(blob, seq, data) VALUES(?,?,?)"
-    if len(data) <= IN_PLACE_BYTES:
-        c.execute(sql, (blob, seq, data))
-        return
-    c.execute(sql, (blob, seq, zeroblob(len(data))))
-    with c.blob_open("main", "chunks", "data", c.last_insert_rowid(), True) as handle:
-        handle.write(data)
-
-
-def chunk_sizes(c: Connection, blob: int) -> list[tuple[int, int, int]]:
-    """(rowid, seq, bytes) of a blob's chunks, in order."""
-    sql = "SELECT id, seq, length(data) FROM chunks WHERE blob = ? ORDER BY seq"
-    rows = [(r[0], r[1], r[2]) for r in c.execute(sql, (blob,))]
-    if not all(isinstance(n, int) for row in rows for n in row):
-        raise CorruptStoreError(f"blob {blob} has damaged chunks")
-    return rows
-
-
-def chunk_total(c: Connection, blob: int) -> tuple[int, int]:
-    """Number and bytes of a blob's chunks."""
-    row = c.execute("SELECT count(*), coalesce(sum(length(data)), 0) FROM chunks WHERE blob = ?", (blob,)).fetchone()
-    return (0, 0) if row is None else (row[0], row[1])
-
-
-def delete_blob(c: Connection, blob: int) -> None:
-    # Taken from its entry first: an entry that loses its main state by DELETE is one that someone damaged by hand.
-    c.execute("UPDATE blobs SET entry = NULL, writer = '' WHERE id = ? AND entry IS NOT NULL", (blob,))
-    c.execute("DELETE FROM blobs WHERE id = ?", (blob,))
-
-
-def blob_writer(c: Connection, blob: int) -> str | None:
-    """Who is writing a staged blob; None where it is gone or done."""
-    row = c.execute("SELECT writer FROM blobs WHERE id = ?", (blob,)).fetchone()
-    return None if row is None else row[0]
-
-
-def staged(c: Connection) -> list[tuple[int, str]]:
-    """(blob, writer) of every blob that is being written, or was when its writer died. The writer may be any text."""
-    rows = c.execute("SELECT id, CAST(coalesce(writer, '') AS BLOB) FROM blobs WHERE entry IS NULL")
-    return [(r[0], r[1].decode("utf-8", "replace")) for r in rows]
-
-
-def delete_staged(c: Connection, blob: int) -> bool:
-    """Deletes a blob that still belongs to no entry."""
-    c.execute("DELETE FROM blobs WHERE id = ? AND entry IS NULL", (blob,))
-    return c.changes() == 1
-
-
-def detach_blobs(c: Connection, id: int) -> None:
-    """Leaves the blobs of an entry, and of those stored against it, staged by nobody: the entry can go without them."""
-    sql = """UPDATE blobs SET entry = NULL, writer = '' WHERE entry = ?1
- OR entry IN (SELECT entry FROM meta WHERE parent = ?1)"""
-    c.execute(sql, (signed(id),))
-
-
-def delete_last_chunks(c: Connection, blob: int, n: int) -> bool:
-    """Deletes up to n chunks of a blob that belongs to no entry; False where it has none."""
-    sql = """DELETE FROM chunks WHERE id IN (SELECT k.id FROM chunks k JOIN blobs b ON b.id = k.blob
- WHERE k.blob = ? AND b.entry IS NULL ORDER BY k.seq DESC LIMIT ?)"""
-    c.execute(sql, (blob, n))
-    return c.changes() > 0
-
-
 # -- policy's questions
 
 
@@ -602,17 +484,3 @@ def count(c: Connection, name: str, by: int) -> None:
  ON CONFLICT(name) DO UPDATE SET value = iif(value BETWEEN 0 AND 4611686018427387904, value, 0) + ?2""",
         (name, by),
     )
-
-
-# -- space
-
-
-def pages(c: Connection) -> tuple[int, int, int]:
-    """(page size, pages in the file, free pages among them)."""
-    return int(c.pragma("page_size")), int(c.pragma("page_count")), int(c.pragma("freelist_count"))
-
-
-def incremental_vacuum(c: Connection, n_pages: int) -> None:
-    """Gives up to so many free pages back to the file system, at the next checkpoint."""
-    for _ in c.execute(f"PRAGMA incremental_vacuum({int(n_pages)})"):
-        pass

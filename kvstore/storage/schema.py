@@ -11,8 +11,9 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from ..errors import DiskFullError, ReadOnlyError, StoreIOError
-from . import db, queries_prefixes, queries_upkeep
-from .db import SCHEMA_VERSION, Connection, Database
+from . import db, peek, queries_prefixes, queries_upkeep, sqlite
+from .db import Connection, Database
+from .peek import SCHEMA_VERSION
 from .sniff import Header
 
 if TYPE_CHECKING:
@@ -31,9 +32,9 @@ def version_of(c: Connection, path: str) -> int:
 
     Raises NotAStoreError for another program's file, NewerStoreError for one of a newer kvstore; neither is touched.
     """
-    empty = db.is_empty(c)  # first: a file that another process creates just now is never seen as somebody else's
-    found = Header(db.application_id(c), db.user_version(c), empty)
-    db.refuse(path, found)
+    empty = sqlite.is_empty(c)  # first: a file that another process creates just now is never seen as somebody else's
+    found = Header(sqlite.application_id(c), sqlite.user_version(c), empty)
+    peek.refuse(path, found)
     return found.user_version
 
 
@@ -67,7 +68,7 @@ def prepare(
         database.initialise()
         with database.write() as c:
             if version_of(c, database.path) == 0:  # no other process was faster
-                db.run_script(c, schema_sql())
+                sqlite.run_script(c, schema_sql())
         return None
     from kvstore import migrations
 
@@ -100,25 +101,25 @@ def _views() -> dict[str, str]:
 
 
 def _renew_views(c: Connection) -> None:
-    present = db.views(c)
+    present = sqlite.views(c)
     for name, sql in _views().items():
         if present.get(name) != sql:
-            db.run_script(c, f"DROP VIEW IF EXISTS {name}; {sql}")
+            sqlite.run_script(c, f"DROP VIEW IF EXISTS {name}; {sql}")
 
 
 def extend(database: Database) -> None:
     """Gives a file of the current version what an older program did not create, or someone dropped by hand."""
     sql, names = _additions()
     with database.exclusive() as c:
-        if names <= db.schema_names(c) and _views().items() <= db.views(c).items():
+        if names <= sqlite.schema_names(c) and _views().items() <= sqlite.views(c).items():
             return
     try:
         with database.write() as c:
-            known = db.schema_names(c)
+            known = sqlite.schema_names(c)
             _renew_views(c)
             if names <= known:
                 return
-            db.run_script(c, sql)
+            sqlite.run_script(c, sql)
             queries_upkeep.mark_unswept(c)  # nobody knows what was done while the triggers were not there
             if "prefixes" not in known:
                 queries_prefixes.begin_list(c)

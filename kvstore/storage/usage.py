@@ -9,8 +9,8 @@ from . import queries
 from .db import Connection
 
 
-class Tally:
-    """Counts in memory until the next write transaction, or the next tick of the maintenance, takes them to the file.
+class PendingCounters:
+    """Counts in memory until the next write transaction, or the next step of the background thread, takes them to the file.
 
     A get would otherwise write five pages; a crash loses the counts of a few seconds, never an entry.
     """
@@ -19,7 +19,6 @@ class Tally:
         self._lock = threading.Lock()
         self._uses: dict[int, tuple[int, int]] = {}
         self._counts: Counter[str] = Counter()
-        self._reused: set[int] = set()
 
     def use(self, id: int, now: int, hits: int = 1) -> None:
         with self._lock:

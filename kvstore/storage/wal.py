@@ -1,4 +1,4 @@
-"""The file of SQLite's write-ahead log, beside SQLite: room for it ahead, and its way to the disk.
+"""The file of SQLite's write-ahead log, beside SQLite: preallocation, and early fsync.
 
 SQLite reads a log up to the first frame that its header's salt and checksum do not confirm, so what lies behind the last
 frame, zeros or frames of earlier use, is never taken for one (SQLite, file format, 4.1 and 4.4).
@@ -49,9 +49,9 @@ class Syncer:
 
 
 def reserve(path: str, n_bytes: int) -> bool:
-    """Makes a log's file at least so large, its blocks allocated; whether it is. Bytes that are there stay as they are.
+    """Makes a log's file at least n_bytes large, its blocks allocated; whether it is. Bytes that are there stay as they are.
 
-    A file that grows with each write costs ext4 more than the writes themselves: 256 MiB into a new log took 0.26 s, so 0.18.
+    256 MiB into a new WAL: 0.26 s growing write by write, 0.18 s preallocated.
     """
     if sys.platform != "linux":
         return False

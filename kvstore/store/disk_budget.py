@@ -1,4 +1,4 @@
-"""The disk budget: what has to go before something is written, and how the file shrinks.
+"""The disk budget: what is evicted before something is written, and how the file shrinks.
 
 The file may grow to the budget less a part that is kept for the log: while the log is emptied before every transaction,
 and no transaction writes more than that part, file and log fit at every moment. Room is made ahead, in transactions of
@@ -8,92 +8,81 @@ their own that are as small: eviction frees pages, and free pages are given back
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeAlias
 
 from ..errors import BusyError, DiskFullError, InvalidInputError, OverBudgetError
-from ..storage import blobs, policy, queries
+from ..storage import geometry, policy, queries, queries_blobs
 from ..storage.db import Connection, Database
 from ..storage.disk import free_bytes
 from ..types import Entry
 
-# Pages that a transaction writes beside its chunks: the b-trees of entries, meta, blobs and totals, and the free list.
-LOG_PAGES = 28
-# By which those grow with an entry, and what the empty schema takes.
-NEW_PAGES = 10
-BASE_PAGES = 34
-# One eviction was seen to write up to 15 pages, most of them the same ones again for the next.
-PAGES_EVICTED = 15
-# Of one transaction that prunes: others get their turn in between.
-EVICTED_PER_BITE = 64
-PAGES_GIVEN_BACK = 1024
-Evict: TypeAlias = Callable[[Connection, int, str], None]
+EVICTED_PER_STEP = 64  # by one transaction that prunes: others get their turn in between
 Dropped: TypeAlias = list[tuple[Entry, str]]
-Transaction: TypeAlias = AbstractContextManager[tuple[Connection, Dropped]]
 
 
-class Writing(Protocol):
-    """Opens a write transaction."""
+class Core(Protocol):
+    """What the budget needs of an open store."""
 
-    def __call__(self, *, durable: bool = True, wait: bool = True) -> Transaction: ...
+    db: Database
+
+    def transaction(self, *, durable: bool = True, wait: bool = True) -> AbstractContextManager[tuple[Connection, Dropped]]:
+        """A write transaction, and the list of what it drops."""
+        ...
+
+    def drop(self, c: Connection, id: int, why: str, dropped: Dropped) -> None: ...
+
+    def relieve(self) -> bool:
+        """Makes what room it can on a full disk; False where there was none to make."""
+        ...
 
 
-class Space:
+class DiskBudget:
     """Keeps the file and its write-ahead log inside `budget` bytes (-1: no limit)."""
 
-    def __init__(
-        self,
-        database: Database,
-        budget: int,
-        writing: Writing,
-        evictor: Callable[[Dropped], Evict],
-        relieve: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """`relieve` makes what room it can on a full disk, and says whether there was any to make."""
-        self.database = database
+    def __init__(self, core: Core, budget: int) -> None:
         self.budget = budget
-        self._writing = writing
-        self._evictor = evictor
-        self._relieve = relieve
+        self._core = core
+        self._db = core.db
         self._page_size = 0
 
     @property
     def limited(self) -> bool:
-        return self.budget >= 0 and not self.database.memory
+        return self.budget >= 0 and not self._db.memory
 
     @property
     def page_size(self) -> int:
         if not self._page_size:
-            with self.database.read() as c:
-                self._page_size = queries.pages(c)[0]
+            with self._db.read() as c:
+                self._page_size = queries_blobs.pages(c)[0]
         return self._page_size
 
     def batch_bytes(self) -> int:
         """How much one transaction may write: a small budget gets a small log."""
-        largest = blobs.BATCH_CHUNKS * blobs.CHUNK_BYTES
-        return largest if not self.limited else max(1 << 20, min(largest, self.budget // 16))
+        largest = geometry.BATCH_CHUNKS * geometry.CHUNK_BYTES
+        return largest if not self.limited else max(geometry.SMALLEST_BATCH_BYTES, min(largest, self.budget // 16))
 
-    def bite(self, n: int, pages_each: int) -> int:
-        """How many of n things, each of which writes so many pages, one transaction may do."""
+    def max_batch(self, n: int, pages_each: int) -> int:
+        """How many of n steps one transaction may do, where each writes `pages_each` pages."""
         if not self.limited:
             return n
-        return max(1, min(n, (LOG_PAGES + self.batch_bytes() // self.page_size) // pages_each))
+        return max(1, min(n, (geometry.LOG_PAGES + self.batch_bytes() // self.page_size) // pages_each))
 
     def empty_log(self, *, wait: bool = True) -> None:
-        """So that the log counts for nothing in the next transaction."""
-        if self.limited and self.database.wal_bytes():
-            self.database.checkpoint(truncate=True, wait=wait)
+        """Empties the log, so that the next transaction need not count it."""
+        if self.limited and self._db.wal_bytes():
+            self._db.checkpoint(truncate=True, wait=wait)
 
-    def most(self) -> int:
-        """Bytes that can be written at once, if all else goes."""
-        pages = self.budget // self.page_size - BASE_PAGES - NEW_PAGES - LOG_PAGES
+    def max_entry_bytes(self) -> int:
+        """The largest entry that fits, with everything else evicted."""
+        pages = self.budget // self.page_size - geometry.BASE_PAGES - geometry.NEW_PAGES - geometry.LOG_PAGES
         return max(0, pages // 2 * self.page_size)
 
     def _most_pages(self, log_bytes: int) -> int:
-        """Pages that the file may have, if the log is empty and a transaction writes so much."""
+        """Pages that the file may have, if the log is empty and a transaction writes log_bytes."""
         log_bytes = max(log_bytes, self.batch_bytes())
-        return self.budget // self.page_size - self._pages(log_bytes) - LOG_PAGES
+        return self.budget // self.page_size - self._pages(log_bytes) - geometry.LOG_PAGES
 
     def _pages(self, n_bytes: int) -> int:
         return -(-n_bytes // self.page_size)
@@ -102,23 +91,23 @@ class Space:
         """Whether a transaction that has begun may store need_bytes more, and write log_bytes of them itself."""
         if not self.limited:
             return True
-        _, pages, free = queries.pages(c)
-        most = self._most_pages(log_bytes) - self._pages(self.database.wal_bytes())
-        return pages + max(0, self._pages(need_bytes) + NEW_PAGES - free) <= most
+        _, pages, free = queries_blobs.pages(c)
+        most = self._most_pages(log_bytes) - self._pages(self._db.wal_bytes())
+        return pages + max(0, self._pages(need_bytes) + geometry.NEW_PAGES - free) <= most
 
     @contextmanager
-    def room(
-        self, need_bytes: int, log_bytes: int, spare: int | None, *, durable: bool = True
+    def reserve(
+        self, need_bytes: int, log_bytes: int, protect: int | None, *, durable: bool = True
     ) -> Iterator[tuple[Connection, Dropped]]:
-        """A write transaction with room for need_bytes, of which it writes log_bytes itself; evicts what it has to.
+        """A write transaction with room for need_bytes, of which it writes log_bytes itself; evicts what it must.
 
-        `spare` is not evicted. Raises OverBudgetError, with nothing evicted, where all the rest would not do.
+        `protect` is not evicted. Raises OverBudgetError, with nothing evicted, where all the rest would not do.
         """
-        give_up = time.monotonic() + 2 * self.database.timeout
+        give_up = time.monotonic() + 2 * self._db.timeout
         while True:
-            self.make(need_bytes, log_bytes, spare)
+            self.evict_until(need_bytes, log_bytes, protect)
             fits = False
-            with self._writing(durable=durable) as (c, dropped):
+            with self._core.transaction(durable=durable) as (c, dropped):
                 fits = self.fits(c, need_bytes, log_bytes)  # another process may have taken the room
                 if fits:
                     yield c, dropped
@@ -127,69 +116,68 @@ class Space:
                 return
             if time.monotonic() > give_up:
                 raise BusyError(
-                    f"{self.database.path}: its log cannot be emptied, or others fill the room that is made",
-                    path=self.database.path,
+                    f"{self._db.path}: its log cannot be emptied, or others fill the room that is made",
+                    path=self._db.path,
                 )
 
-    def make(self, need_bytes: int, log_bytes: int, spare: int | None) -> None:
+    def evict_until(self, need_bytes: int, log_bytes: int, protect: int | None) -> None:
         """Evicts, and shrinks the file, until need_bytes more fit."""
         if not self.limited:
             return
-        need = self._pages(need_bytes) + NEW_PAGES
+        need = self._pages(need_bytes) + geometry.NEW_PAGES
         most = self._most_pages(log_bytes)
         while True:
             self.empty_log()
-            with self.database.read() as c:
-                _, pages, free = queries.pages(c)
+            with self._db.read() as c:
+                _, pages, free = queries_blobs.pages(c)
                 if pages + max(0, need - free) <= most:
                     return
-                kept = None if spare is None else queries.entry(c, spare, None)
-            least = BASE_PAGES + (0 if kept is None else self._pages(kept.stored))
+                kept = None if protect is None else queries.entry(c, protect, None)
+            least = geometry.BASE_PAGES + (0 if kept is None else self._pages(kept.stored))
             self._refuse(least + need - most)
             try:
-                with self._writing(durable=False) as (c, dropped):
-                    self._refuse(self._evict(c, dropped, need, most, spare))
+                with self._core.transaction(durable=False) as (c, dropped):
+                    self._refuse(self._evict(c, dropped, need, most, protect))
             except DiskFullError:
-                if not self._relieve():
+                if not self._core.relieve():
                     raise
 
-    def _evict(self, c: Connection, dropped: Dropped, need: int, most: int, spare: int | None) -> int:
-        """One bite of evictions and of shrinking; the pages that are missing when nothing is left to evict."""
-        evict = self._evictor(dropped)
-        _, pages, free = queries.pages(c)
-        evictions = self.bite(1 << 30, PAGES_EVICTED)
+    def _evict(self, c: Connection, dropped: Dropped, need: int, most: int, protect: int | None) -> int:
+        """One step of evictions and of shrinking; the pages that are missing when nothing is left to evict."""
+        _, pages, free = queries_blobs.pages(c)
+        evictions = self.max_batch(1 << 30, geometry.PAGES_EVICTED)
         missing = 0
         while pages - free + need > most and evictions:
-            victim = queries.least_recently_used(c, spare)
+            victim = queries.least_recently_used(c, protect)
             if victim is None:
                 missing = pages - free + need - most
                 break
-            evict(c, victim, "disk_budget")
+            self._core.drop(c, victim, "disk_budget", dropped)
             evictions -= 1
-            _, pages, free = queries.pages(c)
+            _, pages, free = queries_blobs.pages(c)
         if (surplus := min(free, pages - most)) > 0:
-            queries.incremental_vacuum(c, self.bite(surplus, 3))
+            queries_blobs.incremental_vacuum(c, self.max_batch(surplus, geometry.PAGES_PER_FREED))
         return missing
 
-    def shrink(self, gone: list[int]) -> None:
-        """Brings a file that is larger than the budget inside it, as far as evictions can; `gone` gets the ids that went.
+    def enforce(self, gone: list[int]) -> None:
+        """Brings a file that is larger than the budget inside it, as far as evictions can; `gone` gets the evicted ids.
 
         Where the budget is too small for a put, the file alone is held to it: the log is empty when this returns.
         """
         if not self.limited:
             return
         most = self._most_pages(0)
-        if most < BASE_PAGES:
+        if most < geometry.BASE_PAGES:
             most = self.budget // self.page_size
         while True:
             self.empty_log()
-            with self.database.read() as c:
-                before = queries.pages(c)[1]
+            with self._db.read() as c:
+                before = queries_blobs.pages(c)[1]
             if before <= most:
                 return
-            with self._writing(durable=False) as (c, dropped):
+            with self._core.transaction(durable=False) as (c, dropped):
                 missing = self._evict(c, dropped, 0, most, None)
-                after = queries.pages(c)[1]
+                after = queries_blobs.pages(c)[1]
             gone += [entry.id for entry, _ in dropped]
             if after >= before and (missing or not dropped):
                 self.empty_log()
@@ -207,35 +195,35 @@ class Space:
 
     def check_size(self, max_bytes: int) -> None:
         """Raises InvalidInputError where not even an empty store has room."""
-        least = BASE_PAGES * self.page_size
+        least = geometry.BASE_PAGES * self.page_size
         if max_bytes < least:
             raise InvalidInputError(
                 f"max_size is {max_bytes} bytes, and an empty store can take {least}", hint=f"give at least {least} bytes"
             )
 
     def prune(self, max_bytes: int) -> list[Entry]:
-        """Evicts until file and log have at most max_bytes, whatever the budget is; what went."""
+        """Evicts until file and log have at most max_bytes, whatever the budget is; what was evicted."""
         self.check_size(max_bytes)
         most = max_bytes // self.page_size
         gone: list[Entry] = []
-        give_up = time.monotonic() + 2 * self.database.timeout
-        while self.database.file_bytes() > max_bytes:
-            self.database.checkpoint(truncate=True)
-            with self._writing(durable=False) as (c, dropped):
-                evict = self._evictor(dropped)
-                _, pages, free = before = queries.pages(c)
-                evictions = self.bite(EVICTED_PER_BITE, PAGES_EVICTED)
+        give_up = time.monotonic() + 2 * self._db.timeout
+        while self._db.file_bytes() > max_bytes:
+            self._db.checkpoint(truncate=True)
+            with self._core.transaction(durable=False) as (c, dropped):
+                _, pages, free = before = queries_blobs.pages(c)
+                evictions = self.max_batch(EVICTED_PER_STEP, geometry.PAGES_EVICTED)
                 while pages - free > most and evictions and (victim := queries.least_recently_used(c, None)) is not None:
-                    evict(c, victim, "max_size")
+                    self._core.drop(c, victim, "max_size", dropped)
                     evictions -= 1
-                    _, pages, free = queries.pages(c)
+                    _, pages, free = queries_blobs.pages(c)
                 if (surplus := min(free, pages - most)) > 0:
-                    queries.incremental_vacuum(c, self.bite(min(surplus, PAGES_GIVEN_BACK), 3))
-                changed = queries.pages(c) != before
+                    surplus = min(surplus, geometry.FREE_PAGES_PER_STEP)
+                    queries_blobs.incremental_vacuum(c, self.max_batch(surplus, geometry.PAGES_PER_FREED))
+                changed = queries_blobs.pages(c) != before
             gone += [entry for entry, _ in dropped]
-            emptied = self.database.checkpoint(truncate=True)
-            if not changed and (emptied or time.monotonic() > give_up) and self.database.file_bytes() > max_bytes:
-                path, left = self.database.path, self.database.file_bytes()
+            emptied = self._db.checkpoint(truncate=True)
+            if not changed and (emptied or time.monotonic() > give_up) and self._db.file_bytes() > max_bytes:
+                path, left = self._db.path, self._db.file_bytes()
                 raise BusyError(
                     f"{path} still has {left} bytes: another process reads its log, or puts",
                     path=path,
@@ -243,35 +231,35 @@ class Space:
                 )
         return gone
 
-    def give_back(self, n_pages: int) -> int:
-        """Gives up to so many free pages back to the file system; how many remain free."""
+    def shrink(self, n_pages: int) -> int:
+        """Gives up to n_pages free pages back to the file system; how many remain free."""
         self.empty_log(wait=False)
         _, free = self._vacuum(n_pages, wait=False)
-        self.database.checkpoint(truncate=True, wait=False)
+        self._db.checkpoint(truncate=True, wait=False)
         return free
 
-    def give_back_all(self, until: int | None = None) -> None:
-        """Gives every free page back, in bites, so that other writers get their turn.
+    def shrink_all(self, until: int | None = None) -> None:
+        """Gives every free page back, in steps, so that other writers get their turn.
 
-        With `until` only as many as the disk needs to have that many bytes free.
+        With `until` only as many as the disk needs to have `until` bytes free.
         """
-        while until is None or free_bytes(self.database.path) < until:
+        while until is None or free_bytes(self._db.path) < until:
             self.empty_log()
-            before, left = self._vacuum(1024 if until is None else self._pages(until), wait=True)
-            self.database.checkpoint(truncate=True)
+            before, left = self._vacuum(geometry.FREE_PAGES_PER_STEP if until is None else self._pages(until), wait=True)
+            self._db.checkpoint(truncate=True)
             if left == 0 or left >= before:
                 return
 
     def _vacuum(self, n_pages: int, *, wait: bool) -> tuple[int, int]:
-        """Frees a bite of pages; the free pages before and after. The bite is as small as a full disk wants it."""
+        """Frees pages in one step; the free pages before and after. On a full disk the step becomes smaller until it fits."""
         while True:
             try:
-                with self.database.write(durable=False, wait=wait) as c:
-                    before = queries.pages(c)[2]
-                    queries.incremental_vacuum(c, self.bite(n_pages, 3))
-                    return before, queries.pages(c)[2]
+                with self._db.write(durable=False, wait=wait) as c:
+                    before = queries_blobs.pages(c)[2]
+                    queries_blobs.incremental_vacuum(c, self.max_batch(n_pages, geometry.PAGES_PER_FREED))
+                    return before, queries_blobs.pages(c)[2]
             except DiskFullError:
                 if n_pages <= 1:
                     raise
             n_pages = max(1, n_pages // 8)
-            self.database.checkpoint(truncate=True, wait=wait)
+            self._db.checkpoint(truncate=True, wait=wait)

@@ -1,26 +1,24 @@
-"""From the bytes that were put to what is stored of them: whole, or a delta against a parent."""
+"""From the bytes that were put to what is stored of them: whole, or a delta against a base."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .. import bkvd, layout
-from ..errors import LayoutError
+from .. import bkvd
 from ..storage import policy
 from ..storage.db import Connection
 from ..storage.entry_reader import PARALLEL_DIGEST_BYTES, Damaged, EntryReader
-from ..storage.policy import Cuts as Cuts
-from ..storage.policy import cuts_of as cuts_of
-from ..storage.ram_cache import Held, RamCache
+from ..storage.ram_cache import CachedEntry, RamCache
 from ..types import Bytes
 from ..util.workers import Task, Workers
+from .put_request import ParsedStates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """One state on its way in: `data` is what is stored (the state, or a delta against the parent's)."""
+    """One state to be stored: `data` is what is written (the state, or a delta against the base's)."""
 
     name: str  # 'main' or 'draft'
     kind: str  # 'full' or 'bkvd'
@@ -34,17 +32,88 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parent:
+class Base:
     """The learned entry that something is stored against, in the version that was read."""
 
     id: int
     n_tokens: int
-    version: tuple[int, ...]
-    held: Held
+    entry: CachedEntry
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        return self.entry.version
 
 
-class Keeping:
-    """An entry on its way into the RAM layer, copied by a worker while the file is written.
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """What to store for an entry; `shared` are the bytes that its base has, `why_whole` is why there are none."""
+
+    parts: list[Part]
+    shared: int
+    why_whole: str
+
+    @property
+    def stored(self) -> int:
+        return sum(part.data.size for part in self.parts)
+
+
+def load_base(reader: EntryReader, c: Connection, id: int, n_tokens: int) -> Base | None:
+    """A learned entry with its bytes; None where it is damaged: its next get drops it."""
+    try:
+        return Base(id, n_tokens, reader.stored(c, id))
+    except Damaged:
+        return None
+
+
+def encode_entry(
+    reader: EntryReader, states: ParsedStates, digests: Mapping[str, bytes], base: Base | None, min_saved: int | None
+) -> Encoded:
+    """What to store for the states, against `base` where that saves enough.
+
+    `main` first; only if it is shared is `draft` tried, against the base's draft, and it may stay whole.
+    """
+    parts: list[Part] = []
+    shared = 0
+    why_whole = "saves_too_little"
+    for name in ("main", "draft"):
+        state = states[name]
+        if state is None:
+            continue
+        delta = None
+        if base is not None and (name == "main" or shared):
+            of_base = base.entry.main if name == "main" else base.entry.draft
+            if of_base is not None:
+                started = time.perf_counter()
+                ours, theirs = states.layout(name), policy.layout_of(of_base)
+                if ours is not None and theirs is not None:
+                    delta = bkvd.encode_parsed(
+                        state, of_base, base.id, ours, theirs, min_saved=policy.least_saved(min_saved, state.size),
+                        content=True, parent_hash=reader.sample_hash(base.entry, name),
+                    )  # fmt: skip
+                elif name == "main":
+                    why_whole = "unknown_layout"
+                reader.spent("encode_us", time.perf_counter() - started)
+        if delta is None:
+            parts.append(Part(name, "full", state, state.size, digests))
+        else:
+            shared += delta.shared
+            parts.append(Part(name, "bkvd", delta.data, state.size, digests))
+    return Encoded(parts, shared, why_whole)
+
+
+def begin_cache_insert(
+    ram: RamCache, parts: list[Part], parent: int | None, workers: Workers | None
+) -> PendingCacheInsert | None:
+    """Begins to take what is being stored into the RAM layer; None where it has no room.
+
+    Without workers the arrays are the store's own, and are not copied.
+    """
+    n_bytes = sum(part.data.size for part in parts)
+    return PendingCacheInsert(ram, n_bytes, parts, parent, workers) if ram.reserve(n_bytes, parent) else None
+
+
+class PendingCacheInsert:
+    """An entry that will be shown in the RAM layer, copied by a worker while the file is written.
 
     What is `owned`, and a delta, is taken as it is; a caller's buffer may change after the put.
     """
@@ -77,7 +146,7 @@ class Keeping:
             return
         for array in self._arrays.values():
             array.flags.writeable = False
-        self._ram.commit(id, Held(version, self._arrays["main"], self._arrays.get("draft"), self._parent))
+        self._ram.commit(id, CachedEntry(version, self._arrays["main"], self._arrays.get("draft"), self._parent))
 
     def cancel(self) -> None:
         """Gives the room back, when no worker copies any more."""
@@ -85,67 +154,3 @@ class Keeping:
         if task is not None:
             task.cancel()
         self._ram.cancel(self._n_bytes)
-
-
-class Shelf:
-    """Builds what is stored for an entry; holds no lock of its own. Timings go to `spent(name, seconds)`."""
-
-    def __init__(self, reader: EntryReader, spent: Callable[[str, float], None]) -> None:
-        self.ram = reader.ram
-        self._reader = reader
-        self._spent = spent
-
-    def parent(self, c: Connection, id: int, n_tokens: int) -> Parent | None:
-        """A learned entry with its bytes; None where it is damaged: the next get of it drops it."""
-        try:
-            held = self._reader.stored(c, id)
-        except Damaged:
-            return None
-        return Parent(id, n_tokens, held.version, held)
-
-    def build(
-        self, main: Bytes, draft: Bytes | None, digests: Mapping[str, bytes], parent: Parent | None, min_saved: int | None
-    ) -> tuple[list[Part], int]:
-        """What to store for the states, against `parent` where that saves enough; and the bytes shared.
-
-        `main` first; only if it is shared is `draft` tried, against the parent's draft, and it may stay whole.
-        """
-        parts = []
-        shared = 0
-        for name, state, of_parent in (
-            ("main", main, None if parent is None else parent.held.main),
-            ("draft", draft, None if parent is None else parent.held.draft),
-        ):
-            if state is None:
-                continue
-            delta = None
-            if parent is not None and of_parent is not None and (name == "main" or shared):
-                started = time.perf_counter()
-                known = self._reader.sample_hash(parent.held, name)
-                least = policy.least_saved(min_saved, state.size)
-                delta = bkvd.encode(state, of_parent, parent.id, min_saved=least, content=True, parent_hash=known)
-                self._spent("encode_us", time.perf_counter() - started)
-            if delta is None:
-                parts.append(Part(name, "full", state, state.size, digests))
-            else:
-                shared += delta.shared
-                parts.append(Part(name, "bkvd", delta.data, state.size, digests))
-        return parts, shared
-
-    @staticmethod
-    def why_whole(main: Bytes, parent: Parent) -> str:
-        """Why a state was not stored against `parent`."""
-        try:
-            layout.parse(main)
-            layout.parse(parent.held.main)
-        except LayoutError:
-            return "unknown_layout"
-        return "saves_too_little"
-
-    def keep(self, parts: list[Part], parent: int | None, workers: Workers | None) -> Keeping | None:
-        """Begins to take what is being stored into the RAM layer; None where it has no room.
-
-        Without workers the arrays are the store's own, and are not copied.
-        """
-        n_bytes = sum(part.data.size for part in parts)
-        return Keeping(self.ram, n_bytes, parts, parent, workers) if self.ram.reserve(n_bytes, parent) else None

@@ -7,33 +7,33 @@ import time
 
 from .. import layout, slotfile
 from ..errors import CorruptStoreError, InvalidInputError, LayoutError, NotFoundError
-from ..storage import policy, queries
+from ..storage import policy, queries, queries_blobs
 from ..storage import prefix_index as prefixes
 from ..storage.db import Connection
-from ..storage.policy import cuts_of
 from ..types import Entry, EntryClass, Source, Tokens, hex_id
 from ..util.buffers import as_u8
-from ..util.hashing import Digests
-from .core import Engine
-from .entry_codec import Parent
-from .put_request import Job, new_id
+from . import get, put
+from .core import StoreCore
+from .entry_codec import Base, encode_entry
+from .put_request import ParsedStates, new_request
+from .update import replace_parts
 
 log = logging.getLogger("kvstore")
 FAMILY_ENTRIES = 256  # as many of a family are looked at, the most recently used
 
 
-def source_of(engine: Engine, c: Connection, tokens: Tokens) -> int | None:
+def source_of(core: StoreCore, c: Connection, tokens: Tokens) -> int | None:
     """An entry that begins with all of these tokens and can be cut there."""
-    fingerprint = engine.fingerprint_id(c)
+    fingerprint = core.fingerprint_id(c)
     if fingerprint is None:
         return None
-    found = prefixes.longest(c, engine.filters, fingerprint, prefixes.key_of(tokens), engine.now())
+    found = prefixes.longest(c, core.filters, fingerprint, prefixes.key_of(tokens), core.now())
     return found[0] if found is not None and found[1] == len(tokens) else None
 
 
-def learn(engine: Engine, id: int, n_tokens: int, entry_class: EntryClass, source: Source) -> Entry:
+def learn(core: StoreCore, id: int, n_tokens: int, entry_class: EntryClass, source: Source) -> Entry:
     """Stores the first n_tokens of an entry as a learned entry, and those that continue it against it."""
-    saved = engine.read(id)
+    saved = get.read(core, id)
     if saved is None:
         raise NotFoundError(f"no entry {hex_id(id)}", id=hex_id(id))
     if not 0 < n_tokens <= saved.entry.n_tokens:
@@ -49,21 +49,18 @@ def learn(engine: Engine, id: int, n_tokens: int, entry_class: EntryClass, sourc
                 draft = layout.crop(draft, n_tokens)
             except LayoutError:
                 draft = None  # the prefix then speeds up the main model alone
-    with engine.db.read() as c:
+    with core.db.read() as c:
         head = queries.head(c, id)
     if head is not None and n_tokens < saved.entry.n_tokens:
         found = slotfile.read_head(as_u8(head))
         media = [m for m in found.media if m.start < n_tokens]
         head = slotfile.head_bytes(found.kind, found.version, (), found.packed, media)
-    learned = engine.put(
-        Job(
-            id=new_id(),
-            tokens=tokens,
-            key=prefixes.key_of(tokens),
-            main=main,
-            draft=draft,
-            digests=Digests(main=main, draft=draft),
-            cuts=cuts_of(main, n_tokens),
+    learned = put.put(
+        core,
+        new_request(
+            tokens,
+            main,
+            draft,
             entry_class=entry_class,
             source=source,
             ttl=None,
@@ -73,16 +70,16 @@ def learn(engine: Engine, id: int, n_tokens: int, entry_class: EntryClass, sourc
             n_images=0,
             share=False,
             head=head,
-        )
+        ),
     )
-    adopt(engine, learned)
+    adopt(core, learned)
     return learned
 
 
-def adopt(engine: Engine, learned: Entry) -> int:
+def adopt(core: StoreCore, learned: Entry) -> int:
     """Stores the entries that continue a learned prefix against it, each in a transaction of its own; their number."""
-    with engine.db.read() as c:
-        fingerprint = engine.fingerprint_id(c)
+    with core.db.read() as c:
+        fingerprint = core.fingerprint_id(c)
         tokens = queries.tokens(c, learned.id)
         if fingerprint is None or tokens is None:
             return 0
@@ -90,18 +87,18 @@ def adopt(engine: Engine, learned: Entry) -> int:
     adopted = 0
     for id in ids:
         try:
-            adopted += id != learned.id and _adopt_one(engine, id, learned)
+            adopted += id != learned.id and _adopt_one(core, id, learned)
         except CorruptStoreError as error:
             log.debug("entry %s stays as it is: %s", hex_id(id), error)  # its next get says what is wrong, and drops it
     return adopted
 
 
-def _adopt_one(engine: Engine, id: int, learned: Entry) -> bool:
+def _adopt_one(core: StoreCore, id: int, learned: Entry) -> bool:
     """Re-encodes an entry against a learned prefix, if that is longer than its present parent."""
     started = time.perf_counter()
-    with engine.db.read() as c:
+    with core.db.read() as c:
         entry = queries.entry(c, id, None)
-        if entry is None or entry.entry_class == "learned" or entry.parent == learned.id or engine.is_expired(entry):
+        if entry is None or entry.entry_class == "learned" or entry.parent == learned.id or core.is_expired(entry):
             return False
         if queries.has_children(c, id):
             return False
@@ -109,62 +106,58 @@ def _adopt_one(engine: Engine, id: int, learned: Entry) -> bool:
             present = queries.entry(c, entry.parent, None)
             if present is not None and present.n_tokens >= learned.n_tokens:
                 return False
-        version = tuple(row.id for row in queries.blobs(c, id))
-        digests = {row.part: row.digest for row in queries.blobs(c, id)}
-        main, draft = engine.reader.read(c, entry)
-        held = engine.reader.stored(c, learned.id)
-    parent = Parent(learned.id, learned.n_tokens, held.version, held)
-    parts, shared = engine.shelf.build(main, draft, digests, parent, engine.min_saved)
-    stored = sum(part.data.size for part in parts)
-    if not shared or stored >= entry.stored:
+        rows = queries_blobs.blobs(c, id)
+        version = tuple(row.id for row in rows)
+        digests = {row.part: row.digest for row in rows}
+        main, draft = core.reader.read(c, entry)
+        base = Base(learned.id, learned.n_tokens, core.reader.stored(c, learned.id))
+    encoded = encode_entry(core.reader, ParsedStates(main, draft), digests, base, core.min_saved)
+    stored = encoded.stored
+    if not encoded.shared or stored >= entry.stored:
         return False
-    with engine.space.room(stored, stored, learned.id) as (c, _):
+    with core.budget.reserve(stored, stored, learned.id) as (c, _):
         # Another thread or process may have been here since the read.
-        if tuple(row.id for row in queries.blobs(c, id)) != version:
+        if queries_blobs.version(c, id) != version:
             return False
-        if tuple(row.id for row in queries.blobs(c, learned.id)) != held.version:
+        if queries_blobs.version(c, base.id) != base.version:
             return False
-        engine.replace_parts(c, entry, parts, learned.id)
-    engine.ram.discard(id)
-    log.info(
-        "shared %s: %d tokens, %d of them from learned prefix %s, %.1f MiB instead of %.1f MiB, %.3f s",
-        entry.hex_id, entry.n_tokens, learned.n_tokens, learned.hex_id, stored / policy.MIB, entry.size / policy.MIB,
-        time.perf_counter() - started,
-    )  # fmt: skip
+        shared = replace_parts(c, entry, encoded.parts, base.id)
+    core.ram.discard(id)
+    put.log_shared(shared, base.n_tokens, base.id, started)
     return True
 
 
 class AutoLearn:
     """Learns the prefixes that three entries of a family would each save min_saved bytes by."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, core: StoreCore) -> None:
+        self._core = core
 
     def run(self) -> list[Entry]:
         """Looks at the families that were put to since the last run; gives what was learned."""
         learned = []
-        for family in self._engine.take_families():
+        for family in self._core.take_families():
             entry = self._family(family)
             if entry is not None:
                 learned.append(entry)
         return learned
 
     def _family(self, family: int) -> Entry | None:
-        engine = self._engine
-        with engine.db.read() as c:
-            fingerprint = engine.fingerprint_id(c)
+        core = self._core
+        with core.db.read() as c:
+            fingerprint = core.fingerprint_id(c)
             if fingerprint is None:
                 return None
-            rows = queries.family_tokens(c, fingerprint, family, engine.now(), FAMILY_ENTRIES)
+            rows = queries.family_tokens(c, fingerprint, family, core.now(), FAMILY_ENTRIES)
         candidates = sorted(
             (policy.Candidate(key, size / (len(key) // 4), shared) for _, key, size, shared in rows), key=lambda r: r.key
         )
-        chosen = policy.prefix_to_learn(candidates, engine.min_saved)
+        chosen = policy.prefix_to_learn(candidates, core.min_saved)
         n_tokens = len(chosen) // 4
         for id, key, _, _ in rows if chosen else ():
             if key.startswith(chosen):
                 try:
-                    return learn(engine, id, n_tokens, "learned", "policy")
+                    return learn(core, id, n_tokens, "learned", "policy")
                 except (LayoutError, NotFoundError) as error:
                     log.debug("no prefix of %d tokens from %s: %s", n_tokens, hex_id(id), error)
         return None

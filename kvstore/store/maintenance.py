@@ -1,4 +1,4 @@
-"""The store's one background thread: what has to happen without anyone asking, in bites that hold nobody up."""
+"""The store's one background thread: work that no call asks for, in steps short enough for other writers."""
 
 from __future__ import annotations
 
@@ -9,83 +9,82 @@ import weakref
 from collections.abc import Callable
 
 from ..errors import KVStoreError
-from ..storage import queries, queries_prefixes, queries_upkeep
-from .core import LOG_BYTES, Engine
-from .disk_budget import PAGES_EVICTED
+from ..storage import geometry, queries, queries_blobs, queries_prefixes, queries_upkeep
+from .core import StoreCore
+from .put import LOG_BYTES
 
 log = logging.getLogger("kvstore")
 TICK_SECONDS = 1.0
 EXPIRED_PER_BITE = 256
-EXPIRED_BYTES_PER_BITE = 256 << 20  # SQLite reads each page that it frees
+EXPIRED_BYTES_PER_STEP = 256 << 20  # SQLite reads each page that it frees
 HASHED_PER_BITE = 1000
 PRUNE_SECONDS = 60.0
-FREE_PAGES_PER_BITE = 256  # 16 MiB
 # Free pages and the log's file wait this long for a put that can use them: with a new log 256 MiB took 0.05 s longer.
 QUIET_SECONDS = 10.0
 
 
-def expire(engine: Engine, limit: int = EXPIRED_PER_BITE, *, wait: bool = False) -> list[int]:
+def expire(core: StoreCore, limit: int = EXPIRED_PER_BITE, *, wait: bool = False) -> list[int]:
     """Deletes up to `limit` expired entries, with those stored against them; gives their ids."""
-    with engine.db.read() as c:
-        ids = queries.expired(c, engine.now(), limit)
-    return engine.removing(lambda: _expire(engine, limit, wait)) if ids else []
+    with core.db.read() as c:
+        ids = queries.expired(c, core.now(), limit)
+    return core.removing(lambda: _expire(core, limit, wait)) if ids else []
 
 
-def _expire(engine: Engine, limit: int, wait: bool) -> list[int]:
-    engine.space.empty_log(wait=wait)
-    with engine.writing(durable=False, wait=wait) as (c, dropped):
+def _expire(core: StoreCore, limit: int, wait: bool) -> list[int]:
+    core.budget.empty_log(wait=wait)
+    with core.transaction(durable=False, wait=wait) as (c, dropped):
         n_bytes = 0
-        for id, stored in queries.expired(c, engine.now(), engine.space.bite(limit, PAGES_EVICTED)):
+        for id, stored in queries.expired(c, core.now(), core.budget.max_batch(limit, geometry.PAGES_EVICTED)):
             n_bytes += stored
-            if dropped and n_bytes > EXPIRED_BYTES_PER_BITE:
+            if dropped and n_bytes > EXPIRED_BYTES_PER_STEP:
                 break
-            engine.drop(c, id, "expired", dropped)
+            core.drop(c, id, "expired", dropped)
     return [entry.id for entry, _ in dropped]
 
 
-def sweep(engine: Engine) -> int:
+def sweep(core: StoreCore) -> int:
     """Deletes rows that refer to nothing, as a shell without foreign keys may leave them; gives their number.
 
     Looks only where something was changed by hand: the triggers of schema.sql note that.
     """
-    with engine.db.read() as c:
+    with core.db.read() as c:
         seen = queries_upkeep.unswept(c)
         if not seen:
             return 0
         found = queries_upkeep.orphans(c)
-    with engine.db.write() as c:
+    with core.db.write() as c:
         deleted = queries_upkeep.delete_orphans(c) if found else 0
         queries_upkeep.mark_swept(c, queries_upkeep.unswept(c) if found else seen)
     return deleted
 
 
-def prune_families(engine: Engine) -> int:
+def prune_families(core: StoreCore) -> int:
     """Deletes families that nothing belongs to any more, the least used first, beyond those that are kept."""
-    with engine.db.read() as c:
+    with core.db.read() as c:
         surplus = queries_upkeep.surplus_families(c)
     if surplus <= 0:
         return 0
-    with engine.db.write(durable=False) as c:
+    with core.db.write(durable=False) as c:
         # A quarter more, so that it is not done again for each that comes.
         return queries_upkeep.prune_families(c, surplus + queries_upkeep.FAMILIES_KEPT // 4)
 
 
-def hash_prefixes(engine: Engine, limit: int = HASHED_PER_BITE) -> bool:
+def hash_prefixes(core: StoreCore, limit: int = HASHED_PER_BITE) -> bool:
     """Makes rows of `prefixes` that older or other programs did not; True where some were missing."""
-    with engine.db.read() as c:
+    with core.db.read() as c:
         listed = queries_prefixes.complete(c)
         if listed and not queries_prefixes.missing_hashes(c):
             return False
-    with engine.db.write(durable=False) as c:
+    with core.db.write(durable=False) as c:
         more = not listed and queries_prefixes.continue_list(c, limit)
         return bool(queries_prefixes.set_missing_hashes(c, limit)) or more
 
 
 class Upkeep:
-    """Runs `tick` of the engine every second until it is stopped; holds no strong reference to its owner."""
+    """Does the maintenance of a store every second until it is stopped; holds no strong reference to its core."""
 
-    def __init__(self, engine: Engine, learn: Callable[[], object] | None) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self, core: StoreCore, learn: Callable[[], object] | None) -> None:
+        self._core = weakref.ref(core)
         self._learn = learn
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -111,11 +110,11 @@ class Upkeep:
         while not self._stop.is_set():
             self._wake.wait(TICK_SECONDS)
             self._wake.clear()
-            engine = self._engine()
-            if engine is None or self._stop.is_set():
+            core = self._core()
+            if core is None or self._stop.is_set():
                 return
-            self._tick(engine)
-            del engine
+            self._tick(core)
+            del core
 
     def _failed(self, path: str, what: str, error: Exception | None) -> None:
         """Counts a failure, and logs it unless it is the one of the tick before."""
@@ -128,21 +127,21 @@ class Upkeep:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def _tick(self, engine: Engine) -> None:
-        if engine.putting and engine.db.wal_bytes() < LOG_BYTES:
-            return  # let the put finish first: a checkpoint during a put is slower than one after the other
-        quiet = time.monotonic() - engine.last_write > QUIET_SECONDS
+    def _tick(self, core: StoreCore) -> None:
+        if core.putting and core.db.wal_bytes() < LOG_BYTES:
+            return  # let the put finish first: checkpointing during a put is slower than doing them in sequence
+        quiet = time.monotonic() - core.last_write > QUIET_SECONDS
         steps: list[Callable[[], object]] = [
-            lambda: engine.db.wal_bytes() and engine.db.checkpoint(truncate=quiet, wait=False),
-            lambda: engine.clear_cut_off(wait=False),
-            lambda: self._flush(engine),
-            lambda: self._sweep(engine),
-            lambda: self._hash_prefixes(engine),
-            lambda: self._prune(engine),
-            lambda: self._expire(engine),
+            lambda: core.db.wal_bytes() and core.db.checkpoint(truncate=quiet, wait=False),
+            lambda: core.delete_abandoned_blobs(wait=False),
+            lambda: self._flush(core),
+            lambda: self._sweep(core),
+            lambda: self._hash_prefixes(core),
+            lambda: self._prune(core),
+            lambda: self._expire(core),
             self._learn or (lambda: None),
-            lambda: self._give_back(engine) if quiet else None,
-            engine.take_spare,
+            lambda: self._give_back(core) if quiet else None,
+            core.take_spare,
         ]
         for step in steps:
             if self._stop.is_set():
@@ -153,40 +152,40 @@ class Upkeep:
                 if error.retry:
                     log.debug("upkeep put off: %s", error)
                 else:
-                    self._failed(engine.db.path, str(error), None)
+                    self._failed(core.db.path, str(error), None)
             except Exception as error:  # noqa: BLE001  logged and counted: the others may do their work
-                self._failed(engine.db.path, repr(error), error)
+                self._failed(core.db.path, repr(error), error)
 
-    def _flush(self, engine: Engine) -> None:
-        if engine.tally:
-            with engine.writing(durable=False, wait=False):
+    def _flush(self, core: StoreCore) -> None:
+        if core.counters:
+            with core.transaction(durable=False, wait=False):
                 pass
 
-    def _sweep(self, engine: Engine) -> None:
+    def _sweep(self, core: StoreCore) -> None:
         if not self._swept:
-            sweep(engine)
+            sweep(core)
             self._swept = True
 
-    def _hash_prefixes(self, engine: Engine) -> None:
+    def _hash_prefixes(self, core: StoreCore) -> None:
         if not self._hashed:
-            while hash_prefixes(engine) and not self._stop.is_set():
+            while hash_prefixes(core) and not self._stop.is_set():
                 pass
             self._hashed = True
 
-    def _prune(self, engine: Engine) -> None:
+    def _prune(self, core: StoreCore) -> None:
         if time.monotonic() - self._pruned > PRUNE_SECONDS:
-            prune_families(engine)
+            prune_families(core)
             self._pruned = time.monotonic()
 
-    def _expire(self, engine: Engine) -> None:
-        while expire(engine) and not self._stop.is_set():
+    def _expire(self, core: StoreCore) -> None:
+        while expire(core) and not self._stop.is_set():
             pass
 
-    def _give_back(self, engine: Engine) -> None:
-        with engine.db.read() as c:
-            free = queries.pages(c)[2]
+    def _give_back(self, core: StoreCore) -> None:
+        with core.db.read() as c:
+            free = queries_blobs.pages(c)[2]
         while free and not self._stop.is_set():
-            left = engine.space.give_back(FREE_PAGES_PER_BITE)
+            left = core.budget.shrink(geometry.FREE_PAGES_PER_TICK)
             if left == free:
                 break
             free = left

@@ -1,11 +1,13 @@
-"""A put on its way: what the caller gave, checked."""
+"""What a caller asks to put: checked arguments, and the layouts of the states, each parsed once."""
 
 from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
 
+from .. import layout
 from ..storage import policy
+from ..storage import prefix_index as prefixes
 from ..storage.policy import Cuts
 from ..types import Bytes, Entry, EntryClass, Source, Tokens
 from ..util.hashing import Digests
@@ -16,8 +18,36 @@ def new_id() -> int:
     return secrets.randbelow((1 << 64) - 1) + 1
 
 
+class ParsedStates:
+    """The states of one entry, main and draft, each with its layout, which is parsed once: when it is first asked for."""
+
+    __slots__ = ("_cuts", "_layouts", "draft", "main")
+
+    def __init__(self, main: Bytes, draft: Bytes | None) -> None:
+        self.main = main
+        self.draft = draft
+        self._layouts: dict[str, layout.Layout | None] = {}
+        self._cuts: Cuts | None = None
+
+    def __getitem__(self, part: str) -> Bytes | None:
+        return self.main if part == "main" else self.draft
+
+    def layout(self, part: str) -> layout.Layout | None:
+        """The layout of the state of a part that is there; None where it is not understood."""
+        if part not in self._layouts:
+            state = self[part]
+            assert state is not None
+            self._layouts[part] = policy.layout_of(state)
+        return self._layouts[part]
+
+    def cuts(self, n_tokens: int) -> Cuts:
+        if self._cuts is None:
+            self._cuts = policy.cuts_in(self.layout("main"), n_tokens)
+        return self._cuts
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Job:
+class PutRequest:
     """A put whose arguments have been checked. The arrays are the caller's, or private copies (`owned`).
 
     `promised` is the entry that the caller was given already: it is stored with those times and that class.
@@ -26,10 +56,8 @@ class Job:
     id: int
     tokens: Tokens
     key: bytes
-    main: Bytes
-    draft: Bytes | None
+    states: ParsedStates
     digests: Digests
-    cuts: Cuts
     entry_class: EntryClass
     source: Source
     ttl: int | None
@@ -42,8 +70,20 @@ class Job:
     promised: Entry | None = None
 
     @property
+    def main(self) -> Bytes:
+        return self.states.main
+
+    @property
+    def draft(self) -> Bytes | None:
+        return self.states.draft
+
+    @property
     def size(self) -> int:
         return self.main.size + (0 if self.draft is None else self.draft.size)
+
+    @property
+    def cuts(self) -> Cuts:
+        return self.states.cuts(len(self.tokens))
 
     def entry(self, now: int, stored: int, parent: int | None) -> Entry:
         if self.promised is not None:
@@ -66,3 +106,38 @@ class Job:
             size=self.size,
             stored=stored,
         )
+
+
+def new_request(
+    tokens: Tokens,
+    main: Bytes,
+    draft: Bytes | None,
+    *,
+    entry_class: EntryClass,
+    source: Source,
+    ttl: int | None,
+    family: int,
+    excerpt: str,
+    n_input: int,
+    n_images: int,
+    share: bool,
+    head: bytes | None,
+    id: int | None = None,
+) -> PutRequest:
+    """The request of checked arguments; `id` is None for a new one."""
+    return PutRequest(
+        id=new_id() if id is None else id,
+        tokens=tokens,
+        key=prefixes.key_of(tokens),
+        states=ParsedStates(main, draft),
+        digests=Digests(main=main, draft=draft),
+        entry_class=entry_class,
+        source=source,
+        ttl=ttl,
+        family=family,
+        excerpt=excerpt,
+        n_input=n_input,
+        n_images=n_images,
+        share=share,
+        head=head,
+    )

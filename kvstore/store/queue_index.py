@@ -10,14 +10,14 @@ from typing import Generic, Protocol, TypeVar
 
 from ..storage.prefix_index import Index, Rows
 from ..types import Entry
-from .put_request import Job
+from .put_request import PutRequest
 
 
 class Put(Protocol):
     """What the index looks at."""
 
     entry: Entry
-    job: Job
+    request: PutRequest
 
 
 P = TypeVar("P", bound=Put)
@@ -40,23 +40,23 @@ class QueueIndex(Generic[P]):
 
     def add(self, put: P) -> None:
         """Shows a put, in the place of one of the same tokens."""
-        job = put.job
+        request = put.request
         with self._lock:
-            if job.key in self._puts:
-                self._remove(self._puts[job.key])
-            self._puts[job.key] = put
-            insort(self._keys[job.cuts.any], job.key)
-            for n in job.cuts.counts:
-                insort(self._cuts, (job.key[: 4 * n], job.key))
+            if request.key in self._puts:
+                self._remove(self._puts[request.key])
+            self._puts[request.key] = put
+            insort(self._keys[request.cuts.any], request.key)
+            for n in request.cuts.counts:
+                insort(self._cuts, (request.key[: 4 * n], request.key))
 
     def discard(self, put: P) -> None:
         """Hides a put, if it is shown."""
         with self._lock:
-            if self._puts.get(put.job.key) is put:
+            if self._puts.get(put.request.key) is put:
                 self._remove(put)
 
     def _remove(self, put: P) -> None:
-        key, cuts = put.job.key, put.job.cuts
+        key, cuts = put.request.key, put.request.cuts
         del self._puts[key]
         keys = self._keys[cuts.any]
         del keys[bisect_left(keys, key)]

@@ -14,24 +14,24 @@ import numpy as np
 from .. import bkvd
 from ..errors import KVStoreError, StoreIOError
 from ..meta import MetaBlock
-from ..storage import blobs, db, queries, queries_upkeep
+from ..storage import closed_file, db, geometry, queries, queries_blobs, queries_upkeep, sqlite
 from ..storage import integrity as audit
 from ..storage import schema as upgrade
 from ..storage.db import Connection
-from ..storage.entry_reader import Damaged, as_put
+from ..storage.entry_reader import Damaged, as_put, read_stored
 from ..storage.policy import cuts_of
-from ..storage.queries import BlobRow
+from ..storage.queries_blobs import BlobRow
 from ..types import Bytes
 from ..util.hashing import family
-from . import copies
+from . import delete, transfer
 from . import verify as check
-from .core import Engine
+from .core import StoreCore
 from .verify import Lenient, Problem, Progress, Unreadable
 
 T = TypeVar("T")
 
 
-def repair(engine: Engine, problems: Sequence[Problem]) -> list[int]:
+def repair(core: StoreCore, problems: Sequence[Problem]) -> list[int]:
     """Does what the remedies of `problems` say; the ids of the entries that went.
 
     Children of a dropped entry that can still be rebuilt are, and stay. What cannot be done is left as it is, each in a
@@ -40,55 +40,55 @@ def repair(engine: Engine, problems: Sequence[Problem]) -> list[int]:
     remedies = {p.remedy for p in problems}
     removed: list[int] = []
     if any(p.invariant == "sqlite" for p in problems):
-        _attempt(engine, audit.reindex)  # an index alone can be built again from its table
-    # Children first: a parent's good children are rebuilt before it goes.
-    bad = _still_bad(engine, problems)
-    for id in sorted(bad, key=lambda id: _has_children(engine, id)):
+        _attempt(core, audit.reindex)  # an index alone can be built again from its table
+    # Children first: a parent's good children are rebuilt before the parent is deleted.
+    bad = _still_bad(core, problems)
+    for id in sorted(bad, key=lambda id: _has_children(core, id)):
         try:
-            removed += engine.delete(id, "keep", "damaged")
+            removed += delete.delete(core, id, "keep", "damaged")
         except Unreadable:
             continue
     if "rows" in remedies or bad:
-        _attempt(engine, audit.clear_parents)
-        _attempt(engine, queries_upkeep.delete_orphans)
-        _attempt(engine, engine.reclaim)
-        _attempt(engine, audit.clear_writers)
+        _attempt(core, audit.clear_parents)
+        _attempt(core, queries_upkeep.delete_orphans)
+        _attempt(core, core.reclaim)
+        _attempt(core, audit.clear_writers)
     for id in sorted({p.entry for p in problems if p.remedy == "cuts" and p.entry is not None} - set(removed)):
-        _attempt(engine, lambda c, id=id: _find_cuts(engine, c, id))  # type: ignore[misc]
+        _attempt(core, lambda c, id=id: _find_cuts(core, c, id))  # type: ignore[misc]
     if remedies & {"totals", "rows"}:
-        _attempt(engine, audit.rebuild_totals)
+        _attempt(core, audit.rebuild_totals)
     return removed
 
 
-def _still_bad(engine: Engine, problems: Sequence[Problem]) -> set[int]:
+def _still_bad(core: StoreCore, problems: Sequence[Problem]) -> set[int]:
     """The entries to drop: those that fail now as well. What verify could not read, or can be read now, stays."""
     bad = {p.entry for p in problems if p.remedy == "drop" and p.entry is not None}
     if not bad:
         return bad
-    by_rows = {p.entry for p in check.structure(engine.db) if p.remedy == "drop"}
-    return {id for id in bad if id in by_rows or any(p.remedy == "drop" for p in check.check_entry(engine.db, id)[0])}
+    by_rows = {p.entry for p in check.structure(core.db) if p.remedy == "drop"}
+    return {id for id in bad if id in by_rows or any(p.remedy == "drop" for p in check.check_entry(core.db, id)[0])}
 
 
-def _attempt(engine: Engine, step: Callable[[Connection], object]) -> None:
+def _attempt(core: StoreCore, step: Callable[[Connection], object]) -> None:
     try:
-        with engine.db.write() as c:
+        with core.db.write() as c:
             step(c)
     except Unreadable:
         return  # the next verify names it again
 
 
-def _has_children(engine: Engine, id: int) -> bool:
+def _has_children(core: StoreCore, id: int) -> bool:
     try:
-        with engine.db.read() as c:
+        with core.db.read() as c:
             return queries.has_children(c, id)
     except Unreadable:
         return True
 
 
-def _find_cuts(engine: Engine, c: Connection, id: int) -> None:
+def _find_cuts(core: StoreCore, c: Connection, id: int) -> None:
     entry = queries.entry(c, id, None)
     if entry is not None:
-        main, _ = engine.reader.from_disk().read(c, entry)
+        main, _ = core.reader.from_disk().read(c, entry)
         found = cuts_of(main, entry.n_tokens)
         audit.set_cuts(c, id, found.any, found.counts)
 
@@ -132,13 +132,13 @@ class _Rows:
         return None
 
     def blobs(self, c: Connection, id: int) -> list[BlobRow]:
-        return self._blobs.get(id, []) if self.collected else queries.blobs(c, id)
+        return self._blobs.get(id, []) if self.collected else queries_blobs.blobs(c, id)
 
-    def read(self, c: Connection, row: BlobRow) -> Bytes:
-        return blobs.read(c, row, chunks=self._chunks.get(row.id, []) if self.collected else None)
+    def read(self, c: Connection, id: int, row: BlobRow) -> Bytes:
+        return read_stored(c, id, row, self._chunks.get(row.id, []) if self.collected else None)
 
 
-def salvage(source: Lenient, target: Engine, progress: Progress | None = None) -> Salvaged:
+def salvage(source: Lenient, target: StoreCore, progress: Progress | None = None) -> Salvaged:
     """Copies every entry of a damaged file that can be given back byte for byte. Writes to the target alone.
 
     Parents go first, so what was stored against one is again; where the parent cannot be read its children are lost.
@@ -163,8 +163,8 @@ def salvage(source: Lenient, target: Engine, progress: Progress | None = None) -
             item = _try(source, rows, id)
         if isinstance(item, str):
             lost.append(Problem("whole-entry", id, f"it cannot be read: {item}"))
-        # Expired entries are not copied, and nobody misses them.
-        elif copies.restore(target, item) is not None:
+        # Expired entries are not copied.
+        elif transfer.restore(target, item) is not None:
             saved.append(id)
         done += n_bytes
         if progress is not None:
@@ -177,7 +177,7 @@ def remove_if_unused(path: str, created: tuple[int, int] | None, key: str | None
     if db.identity(path) != created:
         return
     if not os.path.getsize(path):
-        db.remove_if_empty(path, created, None)  # whatever the key: nothing was encrypted with it
+        closed_file.remove_if_empty(path, created, None)  # whatever the key: nothing was encrypted with it
         return
     try:
         database = db.Database(path, timeout=0, key=key)
@@ -187,8 +187,8 @@ def remove_if_unused(path: str, created: tuple[int, int] | None, key: str | None
         with database.exclusive() as c:
             c.execute("BEGIN IMMEDIATE")  # nobody puts to it now
             try:
-                if db.is_empty(c) or not queries.all_ids(c):
-                    db.keep_log(c)
+                if sqlite.is_empty(c) or not queries.all_ids(c):
+                    sqlite.keep_log(c)
                     for suffix in ("-wal", "-shm", ""):
                         with suppress(OSError):
                             os.unlink(path + suffix)
@@ -206,7 +206,7 @@ def with_first_page(path: str, copy: str) -> bool:
     Every store of one schema has its tables at the same pages, so their first page differs in counters alone.
     """
     size = os.path.getsize(path)
-    if size < 2 * db.PAGE_SIZE:
+    if size < 2 * geometry.PAGE_SIZE:
         return False
     db.reserve_file(copy)
     fresh = db.Database(copy)
@@ -216,8 +216,8 @@ def with_first_page(path: str, copy: str) -> bool:
     finally:
         fresh.close()
     with open(copy, "r+b") as f:
-        page = bytearray(f.read(db.PAGE_SIZE))
-        page[28:32] = (size // db.PAGE_SIZE).to_bytes(4, "big")  # pages in the file
+        page = bytearray(f.read(geometry.PAGE_SIZE))
+        page[28:32] = (size // geometry.PAGE_SIZE).to_bytes(4, "big")  # pages in the file
         page[92:96] = page[24:28]  # which that number is valid for
         page[32:40] = bytes(8)  # no free pages
         f.seek(0)
@@ -229,12 +229,12 @@ def with_first_page(path: str, copy: str) -> bool:
     return True
 
 
-def _try(source: Lenient, rows: _Rows, id: int) -> copies.Exported | str:
+def _try(source: Lenient, rows: _Rows, id: int) -> transfer.Exported | str:
     """An entry, or why it cannot be read."""
     try:
         with source.read() as c:
             states = _states(c, rows, id)
-    except (*Unreadable, blobs.UnreadableBlob) as error:
+    except Unreadable as error:
         return error.reason if isinstance(error, Damaged) else error.message if isinstance(error, KVStoreError) else str(error)
     try:
         return _with_rows(source, id, states)
@@ -242,7 +242,7 @@ def _try(source: Lenient, rows: _Rows, id: int) -> copies.Exported | str:
         return error.message
 
 
-def _with_rows(source: Lenient, id: int, states: dict[str, Bytes]) -> copies.Exported | str:
+def _with_rows(source: Lenient, id: int, states: dict[str, Bytes]) -> transfer.Exported | str:
     """An entry of these states, or why it cannot be read. Raises StoreIOError."""
     # What is left of its rows, and what indexes repeat of those that are lost.
     entry = _part(source, lambda c: queries.meta_alone(c, id))
@@ -261,9 +261,9 @@ def _with_rows(source: Lenient, id: int, states: dict[str, Bytes]) -> copies.Exp
         block, n_images = MetaBlock(id=id, family=family(tokens, 0, 0), n_input=len(tokens)), 0
     else:
         flags = _part(source, lambda c: queries.family_flags(c, id)) or (False, False)
-        block, n_images = copies.block_of(entry, flags), entry.n_images
+        block, n_images = transfer.block_of(entry, flags), entry.n_images
     head = _part(source, lambda c: queries.head(c, id))
-    return copies.Exported(block, tokens, states["main"], states.get("draft"), fingerprint, n_images, head)
+    return transfer.Exported(block, tokens, states["main"], states.get("draft"), fingerprint, n_images, head)
 
 
 def _part(source: Lenient, read: Callable[[Connection], T | None]) -> T | None:
@@ -287,13 +287,13 @@ def _states(c: Connection, rows: _Rows, id: int) -> dict[str, Bytes]:
         raise Damaged(id, "its main state is lost")
     states: dict[str, Bytes] = {}
     for row in found:
-        stored = rows.read(c, row)
+        stored = rows.read(c, id, row)
         parent = of_parent = None
         if row.kind == "bkvd":
             parent = bkvd.parent_id(stored)
             whole = [r for r in rows.blobs(c, parent) if r.part == row.part and r.kind == "full"]
             if not whole:
                 raise Damaged(id, "its parent is lost")
-            of_parent = rows.read(c, whole[0])
+            of_parent = rows.read(c, parent, whole[0])
         states[row.part] = as_put(id, row, stored, parent, of_parent)
     return states

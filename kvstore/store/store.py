@@ -18,18 +18,18 @@ import numpy as np
 
 from .. import layout, meta
 from ..errors import BusyError, DiskFullError, InvalidInputError, KVStoreError, LayoutError, NotFoundError, StoreIOError
-from ..storage import db, disk, policy, queries, queries_lists, queries_upkeep
+from ..storage import closed_file, db, disk, policy, queries, queries_blobs, queries_lists, queries_upkeep
 from ..storage import prefix_index as prefixes
-from ..storage.policy import cuts_of
 from ..storage.ram_cache import RamCache
 from ..types import CLASSES, SOURCES, WHOLE, Entry, EntryClass, Match, SavedState, Source, Stats, hex_id
-from ..util.hashing import Digests, family
+from ..util.hashing import family
 from ..util.validate import as_state, as_tokens, check_id, check_int, choice, is_text, lifetime
-from . import learning
+from . import delete, get, learning, put
 from . import maintenance as upkeep
 from . import verify as check
-from .core import Engine
-from .put_request import Job, new_id
+from .core import StoreCore
+from .put_request import new_request
+from .update import set_entry
 from .write_behind import WriteBehind
 
 log = logging.getLogger("kvstore")
@@ -42,28 +42,28 @@ FAMILIES_SHOWN = 100
 MAX_TIMEOUT = 2_000_000  # seconds; SQLite counts milliseconds in an int
 
 
-def _close(engine: Engine, behind: WriteBehind, background: upkeep.Upkeep | None) -> None:
-    if os.getpid() != engine.db.pid:
+def _close(core: StoreCore, behind: WriteBehind, background: upkeep.Upkeep | None) -> None:
+    if os.getpid() != core.db.pid:
         return  # a forked child leaves its parent's files alone
     if behind.is_writer():  # a Store that nobody holds any more may be collected by any thread; this one is waited for
-        threading.Thread(target=_close, args=(engine, behind, background), name="kvstore-close").start()
+        threading.Thread(target=_close, args=(core, behind, background), name="kvstore-close").start()
         return
     behind.close()
     if background is not None:
         background.stop()
-    if not engine.db.readonly:
-        for step in (engine.clear_cut_off, engine.flush, lambda: upkeep.expire(engine), engine.db.truncate_log):
+    if not core.db.readonly:
+        for step in (core.delete_abandoned_blobs, core.flush, lambda: upkeep.expire(core), core.db.truncate_log):
             with suppress(KVStoreError):  # what fails here (a full disk, a writer elsewhere) costs counts, not entries
                 step()
-        if engine.spare is not None:
-            engine.spare.give_up()
-        engine.db.leave_spare()
-    engine.db.close()
-    engine.ram.clear()
+        if core.spare is not None:
+            core.spare.give_up()
+        core.db.leave_spare()
+    core.db.close()
+    core.ram.clear()
 
 
-def _open(path: str, build: Callable[[], Engine], *, create: bool, key: str | None, timeout: float) -> Engine:
-    """An engine whose file is prepared. Where that fails, a file that was created for it goes, unless another filled it."""
+def _open(path: str, build: Callable[[], StoreCore], *, create: bool, key: str | None, timeout: float) -> StoreCore:
+    """A core whose file is prepared. Where that fails, a file created for it is removed, unless another process filled it."""
     spare, before, created = None, None, False
     started = time.monotonic()
     for tries_left in reversed(range(TRIES)):
@@ -75,16 +75,16 @@ def _open(path: str, build: Callable[[], Engine], *, create: bool, key: str | No
         if create and spare is None:
             spare = disk.Spare(path)
             if not spare.held and disk.free_bytes(path) < disk.SPARE_BYTES:
-                db.relieve(path, key)
+                closed_file.relieve(path, key)
                 spare.take(disk.spare_bytes(path))
         try:
-            engine = build()
-            engine.spare = spare
+            core = build()
+            core.spare = spare
             try:
-                engine.prepare()
-                engine.db.refuse_if_moved()
+                core.prepare()
+                core.db.refuse_if_moved()
             except BaseException:
-                engine.db.close()
+                core.db.close()
                 raise
         except BaseException as error:
             full = isinstance(error, DiskFullError) and spare is not None and spare.give_up()
@@ -98,9 +98,9 @@ def _open(path: str, build: Callable[[], Engine], *, create: bool, key: str | No
             if spare is not None:
                 spare.give_up()
             if created:
-                db.remove_if_empty(path, before, key)
+                closed_file.remove_if_empty(path, before, key)
             raise
-        return engine
+        return core
     raise AssertionError("the last try returns or raises")
 
 
@@ -125,7 +125,7 @@ class Store:
         opened without one matches entries that were put without one, and finds entries of any fingerprint by their id.
     cache_ram_mib: bounds the bytes that the RAM layer holds (0: off, -1: no limit).
     cache_disk_mib: bounds the file with its write-ahead log (-1: no limit).
-    min_saved_mib: a state is stored as a delta where that saves at least so much; None: an eighth of the state's size.
+    min_saved_mib: a state is stored as a delta where that saves at least this many MiB; None: an eighth of the state's size.
     write_behind: `put` returns when the entry is in RAM; `flush` waits until all is on disk. Until then an entry's `parent`
         is None and its `stored` is its size. A put that fails later is reported by the next call other than get, match, entry.
     verify: check the digest of every state that is given back.
@@ -172,8 +172,8 @@ class Store:
             self.path = db.resolve(self.path)  # once: links and folders may change, and connections are opened later too
             db.refuse_network_filesystem(self.path)
 
-        def build() -> Engine:
-            return Engine(
+        def build() -> StoreCore:
+            return StoreCore(
                 db.Database(self.path, readonly=readonly, timeout=timeout, key=key),
                 fingerprint=fingerprint,
                 ram=RamCache(policy.budget_bytes(cache_ram_mib)),
@@ -182,15 +182,15 @@ class Store:
                 verify=verify,
             )
 
-        engine = _open(self.path, build, create=not readonly and not memory, key=key, timeout=timeout)
-        self._engine = engine
-        self._behind = WriteBehind(engine)
+        core = _open(self.path, build, create=not readonly and not memory, key=key, timeout=timeout)
+        self._core = core
+        self._behind = WriteBehind(core)
         self._write_behind = write_behind and not readonly
         self._upkeep: upkeep.Upkeep | None = None
         if not readonly and not memory:
-            self._upkeep = upkeep.Upkeep(engine, learning.AutoLearn(engine).run if auto_learn else None)
+            self._upkeep = upkeep.Upkeep(core, learning.AutoLearn(core).run if auto_learn else None)
         # Closes at the latest when the interpreter ends, while threads can still be joined.
-        self._finalizer = weakref.finalize(self, _close, engine, self._behind, self._upkeep)
+        self._finalizer = weakref.finalize(self, _close, core, self._behind, self._upkeep)
 
     def __enter__(self) -> Store:
         return self
@@ -203,10 +203,10 @@ class Store:
     @property
     def fingerprint(self) -> str:
         """The fingerprint that this store was opened with."""
-        return self._engine.fingerprint
+        return self._core.fingerprint
 
     def __repr__(self) -> str:
-        return f"Store({self.path!r}, fingerprint={self._engine.fingerprint!r})"
+        return f"Store({self.path!r}, fingerprint={self._core.fingerprint!r})"
 
     # -- entries in and out
 
@@ -253,14 +253,10 @@ class Store:
         n_images = check_int(n_images, "n_images", 0)
         main = as_state(state, "state")
         second = None if draft is None else as_state(draft, "draft")
-        job = Job(
-            id=new_id(),
-            tokens=array,
-            key=prefixes.key_of(array),
-            main=main,
-            draft=second,
-            digests=Digests(main=main, draft=second),
-            cuts=cuts_of(main, len(array)),
+        request = new_request(
+            array,
+            main,
+            second,
             entry_class=entry_class,
             source=source,
             ttl=seconds,
@@ -271,7 +267,7 @@ class Store:
             share=share,
             head=None if head is None else bytes(head),
         )
-        entry = self._behind.put(job) if self._write_behind else self._engine.put(job)
+        entry = self._behind.put(request) if self._write_behind else put.put(self._core, request)
         self._wake()
         return entry
 
@@ -281,17 +277,17 @@ class Store:
         n_tokens cuts them: to the state of the first n_tokens, where the layout allows it (else LayoutError). The arrays
         are read-only. An entry that cannot be given back right is dropped, with a logged warning, and is a miss.
         """
-        self._engine.db.check()
+        self._core.db.check()
         id = check_id(id)
         queued, saved = self._behind.get(id)
         if not queued:
-            saved = self._engine.get(id)
+            saved = get.get(self._core, id)
         if saved is None:
             return None
         if n_tokens is not None and n_tokens != saved.entry.n_tokens:
             n = check_int(n_tokens, "n_tokens", 1, saved.entry.n_tokens, why=_OF_ENTRY)
             saved = _cut(saved, n)
-        self._engine.tally.count("tokens_served", len(saved.tokens))
+        self._core.counters.count("tokens_served", len(saved.tokens))
         return saved
 
     def take(self, id: EntryId) -> SavedState | None:
@@ -301,18 +297,18 @@ class Store:
             if saved is None or saved.entry.entry_class != "normal":
                 return saved
             # Of two who take at once, one deletes it: the other has a miss.
-            return saved if self._engine.delete(check_id(id), "resident", "taken") else None
+            return saved if delete.delete(self._core, check_id(id), "resident", "taken") else None
 
     def match(self, tokens: Any) -> Match | None:
         """The entry that can serve the most leading tokens of a request, and how many; None where none serves any.
 
         An entry whose state cannot be cut serves only all of its tokens, or as many as one of its checkpoints has.
         """
-        self._engine.db.check()
+        self._core.db.check()
         key = prefixes.key_of(as_tokens(tokens))
-        found = self._engine.past_damage(self._behind.match, key)
+        found = self._core.past_damage(self._behind.match, key)
         if found is None:
-            self._engine.tally.count("unmatched")
+            self._core.counters.count("unmatched")
             if log.isEnabledFor(logging.DEBUG):
                 self._say_others()
             return None
@@ -320,7 +316,7 @@ class Store:
 
     def _say_others(self) -> None:
         """A match that finds nothing is most often one under another fingerprint."""
-        engine = self._engine
+        engine = self._core
         with engine.db.read() as c:
             n = queries.entries_of_others(c, engine.fingerprint)
         if n:
@@ -330,12 +326,12 @@ class Store:
 
     def entry(self, id: EntryId) -> Entry | None:
         """What is known of an entry; reads none of its bytes."""
-        self._engine.db.check()
+        self._core.db.check()
         id = check_id(id)
         queued, entry = self._behind.lookup(id)
         if queued:
             return entry
-        return self._engine.past_damage(self._engine.entry, id)
+        return self._core.past_damage(self._core.entry, id)
 
     def entries(self, *, family: int | None = None, entry_class: EntryClass | None = None) -> Iterator[Entry]:
         """All live entries, in no particular order, read in pages: a long walk keeps no snapshot of the file open."""
@@ -347,15 +343,15 @@ class Store:
         return self._entries(family, entry_class)
 
     def _entries(self, family: int | None, entry_class: str | None) -> Iterator[Entry]:
-        engine = self._engine
+        core = self._core
         after: int | None = queries_lists.FIRST
         while after is not None:
             self._settle()
-            with engine.db.read() as c:
-                wanted = queries_lists.Filter(fingerprint=engine.scope(c), family=family, entry_class=entry_class)
-                page, after = queries_lists.page(c, wanted, after, ENTRIES_PER_PAGE, engine.now())
+            with core.db.read() as c:
+                wanted = queries_lists.Filter(fingerprint=core.scope(c), family=family, entry_class=entry_class)
+                page, after = queries_lists.page(c, wanted, after, ENTRIES_PER_PAGE, core.now())
             for entry in page:
-                yield engine.with_uses(entry)
+                yield core.with_uses(entry)
 
     def set(
         self,
@@ -371,7 +367,7 @@ class Store:
         choice(source, SOURCES, "source")
         seconds = None if ttl is None else lifetime(ttl, low=0)
         with self._settled():
-            return self._engine.set(check_id(id), entry_class, source, seconds)
+            return set_entry(self._core, check_id(id), entry_class, source, seconds)
 
     def delete(self, id: EntryId, *, children: str = "resident") -> list[int]:
         """Removes an entry; gives the ids of all that went.
@@ -381,7 +377,7 @@ class Store:
         """
         choice(children, ("resident", "keep", "drop"), "value of children")
         with self._settled():
-            removed = self._engine.delete(check_id(id), children)
+            removed = delete.delete(self._core, check_id(id), children)
         self._wake()
         return removed
 
@@ -395,45 +391,45 @@ class Store:
             return self._learn(tokens, n_tokens)
 
     def _learn(self, tokens: Any, n_tokens: int | None) -> Entry:
-        engine = self._engine
+        core = self._core
         if isinstance(tokens, int | np.integer | Entry | str):
             id = check_id(tokens)
             entry = self.entry(id)
             if entry is None:
                 raise NotFoundError(f"no entry {hex_id(id)}", id=hex_id(id))
             n = entry.n_tokens if n_tokens is None else check_int(n_tokens, "n_tokens", 1, entry.n_tokens, why=_OF_ENTRY)
-            with engine.db.read() as c:
+            with core.db.read() as c:
                 theirs = queries.fingerprint_of(c, id)
-            if theirs is not None and theirs != engine.fingerprint:
+            if theirs is not None and theirs != core.fingerprint:
                 raise InvalidInputError(
                     f"entry {hex_id(id)} has the fingerprint {theirs!r}", hint="open the store with that fingerprint"
                 )
         else:
             array = as_tokens(tokens)
             n = len(array) if n_tokens is None else check_int(n_tokens, "n_tokens", 1, len(array), why=_OF_TOKENS)
-            with engine.db.read() as c:
-                found = learning.source_of(engine, c, array[:n])
+            with core.db.read() as c:
+                found = learning.source_of(core, c, array[:n])
             if found is None:
                 raise NotFoundError(
                     f"no entry can serve these {n} tokens", hint="put a state that begins with them first", n_tokens=n
                 )
             id = found
-        return learning.learn(engine, id, n, "learned", "request")
+        return learning.learn(core, id, n, "learned", "request")
 
     # -- the store as a whole
 
     def stats(self) -> Stats:
         """Figures of the file and of this Store's RAM layer."""
         self._settle()
-        engine = self._engine
-        # No transaction of this process may be on its way: counts that it took would be neither here nor there.
-        with engine.db.exclusive(), engine.db.read() as c:
+        core = self._core
+        # No transaction of this process may be under way: counters taken by a writer but not yet committed would be missed.
+        with core.db.exclusive(), core.db.read() as c:
             totals = queries.totals(c)
             counts = queries.counters(c)
             families = queries_upkeep.top_families(c, FAMILIES_SHOWN)
             n_families = queries_upkeep.family_count(c)
-            page_size, _, free = queries.pages(c)
-            for name, by in engine.tally.counts().items():
+            page_size, _, free = queries_blobs.pages(c)
+            for name, by in core.counters.counts().items():
                 counts[name] = counts.get(name, 0) + by
         prefix = "evicted_"
         return Stats(
@@ -442,10 +438,10 @@ class Store:
             stored=sum(t.stored for t in totals.values()),
             size_by_class={name: totals[name].size for name in CLASSES},
             stored_by_class={name: totals[name].stored for name in CLASSES},
-            file_bytes=engine.db.file_bytes(),
+            file_bytes=core.db.file_bytes(),
             free_bytes=free * page_size,
-            ram_bytes=engine.ram.n_bytes,
-            ram_entries=len(engine.ram),
+            ram_bytes=core.ram.n_bytes,
+            ram_entries=len(core.ram),
             hits=counts.get("hits", 0),
             misses=counts.get("misses", 0),
             unmatched=counts.get("unmatched", 0),
@@ -454,7 +450,7 @@ class Store:
             shared_puts=counts.get("shared_puts", 0),
             whole_puts={name: counts[f"whole_{name}"] for name in WHOLE if counts.get(f"whole_{name}")},
             evictions={k[len(prefix) :]: v for k, v in sorted(counts.items()) if k.startswith(prefix)}
-            | ({"ram_budget": engine.ram.evictions} if engine.ram.evictions else {}),
+            | ({"ram_budget": core.ram.evictions} if core.ram.evictions else {}),
             encode_seconds=counts.get("encode_us", 0) / 1e6,
             decode_seconds=counts.get("decode_us", 0) / 1e6,
             upkeep_alive=None if self._upkeep is None else self._upkeep.alive,
@@ -466,7 +462,7 @@ class Store:
     def verify(self) -> list[check.Problem]:
         """Checks the file and every digest; reads only. An empty list is a clean store."""
         self._settle()
-        return check.verify(self._engine.db)
+        return check.verify(self._core.db)
 
     def gc(self, *, max_size: int | None = None) -> list[int]:
         """Removes what expired and what failed puts left, gives all free space back to the file system; the ids that went.
@@ -476,50 +472,50 @@ class Store:
         process keeps the log from being emptied.
         """
         self._settle()
-        space = self._engine.space
+        budget = self._core.budget
         if max_size is not None:
             max_size = check_int(max_size, "max_size", 1)
-            space.check_size(max_size)
+            budget.check_size(max_size)
         removed: list[int] = []
-        engine = self._engine
-        while gone := upkeep.expire(engine, 1024, wait=True):
+        core = self._core
+        while gone := upkeep.expire(core, 1024, wait=True):
             removed += gone
-        engine.freeing(lambda: upkeep.sweep(engine))
-        upkeep.prune_families(engine)
-        engine.clear_cut_off()
-        removed += engine.keep_inside()
+        core.freeing(lambda: upkeep.sweep(core))
+        upkeep.prune_families(core)
+        core.delete_abandoned_blobs()
+        removed += core.enforce_budget()
         if max_size is not None:
-            removed += [entry.id for entry in space.prune(max_size)]
-        engine.freeing(engine.space.give_back_all)
+            removed += [entry.id for entry in budget.prune(max_size)]
+        core.freeing(core.budget.shrink_all)
         return removed
 
     def flush(self) -> None:
         """Waits until everything that was put is on disk, with the counts of its uses."""
         self._settle()
-        if not self._engine.db.readonly:
-            with self._engine.writing():  # also waits for counts that another thread is writing
+        if not self._core.db.readonly:
+            with self._core.transaction():  # also waits for counts that another thread is writing
                 pass
 
     def close(self) -> None:
         """Writes what is left and closes the file. Raises WriteBehindError where a put in write-behind mode failed."""
         self._finalizer()
-        if os.getpid() == self._engine.db.pid:
+        if os.getpid() == self._core.db.pid:
             self._behind.raise_failure()
 
     def _ready(self) -> None:
         """Reads do not come here: the report of a failed put is for those who put and flush."""
-        self._engine.db.check()
+        self._core.db.check()
         self._behind.raise_failure()
 
     def _settle(self) -> None:
-        self._engine.db.check()
+        self._core.db.check()
         self._behind.drain()
         self._behind.raise_failure()
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
         """For a change of what the file has: nothing is queued, and nothing is put meanwhile."""
-        self._engine.db.check()
+        self._core.db.check()
         with self._behind.settled() if self._write_behind else nullcontext():
             self._behind.raise_failure()
             yield

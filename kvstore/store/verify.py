@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
 
 from ..errors import CorruptStoreError, KVStoreError, MigrationError, StoreIOError
-from ..storage import blobs, db, queries
+from ..storage import db, peek, queries, queries_blobs, sqlite
 from ..storage import integrity as audit
 from ..storage.db import Connection, Database
-from ..storage.entry_reader import Damaged, as_put
+from ..storage.entry_reader import Damaged, as_put, read_stored
 from ..storage.policy import cuts_of
 from ..types import Bytes, Entry, hex_id
 
@@ -240,7 +240,7 @@ def _look(
     entry = queries.entry(c, id, None)
     if entry is None:
         return [], {}
-    rows = queries.blobs(c, id)
+    rows = queries_blobs.blobs(c, id)
     if entry.parent is not None and (of_parent is None or entry.parent != parent):  # not given, or rebuilt meanwhile
         needed = any(row.kind == "bkvd" for row in rows)
         of_parent = _whole_states(c, entry.parent) if needed else {}
@@ -248,11 +248,9 @@ def _look(
     states: dict[str, Bytes] = {}
     for row in rows:
         try:
-            states[row.part] = as_put(id, row, blobs.read(c, row), entry.parent, (of_parent or {}).get(row.part))
+            states[row.part] = as_put(id, row, read_stored(c, id, row), entry.parent, (of_parent or {}).get(row.part))
         except Damaged as error:
             problems.append(Problem(error.invariant, id, error.reason, "drop"))
-        except blobs.UnreadableBlob as error:
-            problems.append(Problem("chunks-complete", id, f"its {row.part} state {error}", "drop"))
     if "main" in states:
         problems += _check_cuts(c, entry, states["main"])
     return problems, states
@@ -261,9 +259,9 @@ def _look(
 def _whole_states(c: Connection, id: int) -> dict[str, Bytes]:
     """The states of a whole entry that are right."""
     states: dict[str, Bytes] = {}
-    for row in queries.blobs(c, id):
-        with suppress(Damaged, blobs.UnreadableBlob):
-            states[row.part] = as_put(id, row, blobs.read(c, row), None, None)
+    for row in queries_blobs.blobs(c, id):
+        with suppress(Damaged):
+            states[row.part] = as_put(id, row, read_stored(c, id, row), None, None)
     return states
 
 
@@ -292,8 +290,9 @@ def verify_file(path: str, *, key: str | None = None, jobs: int = 1, progress: P
     database = Lenient(path, key=key)
     try:
         with suppress(CorruptStoreError), database.exclusive() as c:
-            if db.user_version(c) < db.SCHEMA_VERSION:
-                raise MigrationError(f"{path} has schema version {db.user_version(c)}", hint="upgrade it: `kvstore migrate`")
+            version = sqlite.user_version(c)
+            if version < peek.SCHEMA_VERSION:
+                raise MigrationError(f"{path} has schema version {version}", hint="upgrade it: `kvstore migrate`")
         problems = verify(database, jobs=jobs, progress=progress)
     finally:
         database.close()

@@ -15,13 +15,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ..errors import ClosedError, KVStoreError, WriteBehindError
-from ..storage import policy, queries
+from ..storage import policy, queries, queries_blobs
 from ..storage import prefix_index as prefixes
 from ..storage.db import Connection
 from ..types import Entry, EntryClass, SavedState, Source
 from ..util.hashing import Digests
-from .core import Engine
-from .put_request import Job
+from . import put as puts
+from .core import StoreCore
+from .put_plan import find_identical
+from .put_request import ParsedStates, PutRequest
 from .queue_index import Overlaid, QueueIndex
 
 T = TypeVar("T")
@@ -38,7 +40,7 @@ class QueuedPut:
     """
 
     entry: Entry
-    job: Job
+    request: PutRequest
     reserved: int
     hides: frozenset[int] = frozenset()
     was_learned: bool = False
@@ -60,8 +62,8 @@ class WriteBehind:
     The writing thread takes `_lock` alone, so that a put may wait for it and hold `order`.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, core: StoreCore) -> None:
+        self._core = core
         self.order = threading.RLock()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -78,109 +80,110 @@ class WriteBehind:
 
     # -- putting
 
-    def put(self, job: Job) -> Entry:
+    def put(self, request: PutRequest) -> Entry:
         """Queues a put; one that the file has already, or that never fits into RAM, is written after the earlier ones."""
         with self.order:
-            same = self._same(job)
+            same = self._same(request)
             if isinstance(same, QueuedPut):
-                return self._again(job, same)
-            if same is None and self._reserve(job.size):
-                return self._new(job)
+                return self._again(request, same)
+            if same is None and self._reserve(request.size):
+                return self._new(request)
             self.drain()
-            return self._engine.put(job)
+            return puts.put(self._core, request)
 
-    def _same(self, job: Job) -> QueuedPut | Entry | None:
+    def _same(self, request: PutRequest) -> QueuedPut | Entry | None:
         """The entry that has these tokens and these very bytes, as the caller sees it: queued, or in the file."""
-        now = self._engine.now()
+        now = self._core.now()
         with self._lock:
-            queued = self._index.get(job.key)
+            queued = self._index.get(request.key)
         if queued is not None:
-            if _expired(queued.entry, now) or queued.job.digests.sizes != job.digests.sizes:
+            if _expired(queued.entry, now) or queued.request.digests.sizes != request.digests.sizes:
                 return None
-            return queued if queued.job.digests == job.digests else None
+            return queued if queued.request.digests == request.digests else None
 
         def look() -> Entry | None:
-            with self._engine.db.read() as c:
-                fingerprint = self._engine.fingerprint_id(c)
-                found = None if fingerprint is None else self._engine.identical(c, fingerprint, job)
+            with self._core.db.read() as c:
+                fingerprint = self._core.fingerprint_id(c)
+                found = None if fingerprint is None else find_identical(self._core, c, fingerprint, request)
             return None if found is None or self._is_hidden(found.id) else found
 
         return self._steady(look)
 
-    def _again(self, job: Job, queued: QueuedPut) -> Entry:
+    def _again(self, request: PutRequest, queued: QueuedPut) -> Entry:
         """Queues a put of what is queued already: it has the same id and arrays, and changes the meta alone."""
         with self._lock:
             known = queued.view()
-        entry_class, source = policy.merged_class((known.entry_class, known.source), (job.entry_class, job.source))
+        entry_class, source = policy.merged_class((known.entry_class, known.source), (request.entry_class, request.source))
         entry = replace(
-            job.entry(self._engine.now(), job.size, None),
+            request.entry(self._core.now(), request.size, None),
             id=known.id, hits=known.hits, created_at=known.created_at, entry_class=entry_class, source=source,
         )  # fmt: skip
-        earlier = queued.job
-        job = replace(
-            job, id=known.id, main=earlier.main, draft=earlier.draft, digests=earlier.digests,
+        earlier = queued.request
+        request = replace(
+            request, id=known.id, states=earlier.states, digests=earlier.digests,
             entry_class=entry_class, source=source, promised=entry,
         )  # fmt: skip
         was_learned = queued.was_learned or known.entry_class == "learned"
-        return self._add(QueuedPut(entry, job, 0, was_learned=was_learned))
+        return self._add(QueuedPut(entry, request, 0, was_learned=was_learned))
 
-    def _new(self, job: Job) -> Entry:
+    def _new(self, request: PutRequest) -> Entry:
         """Queues a put with copies of the caller's arrays, in room that is reserved for them."""
-        reserved = job.size
+        reserved = request.size
         try:
-            main, draft = job.main.copy(), None if job.draft is None else job.draft.copy()
-            for array in (job.tokens, main, draft):
+            main, draft = request.main.copy(), None if request.draft is None else request.draft.copy()
+            for array in (request.tokens, main, draft):
                 if array is not None:
                     array.flags.writeable = False
-            plan = self._plan(job)
+            request = replace(request, states=ParsedStates(main, draft), digests=Digests(main=main, draft=draft))
+            _ = request.cuts  # parsed here, while no lock of the queue is held
+            plan = self._plan(request)
             if plan is None:  # the file decides, once it has all that was put
                 self.drain()
-                plan = self._plan(job)
+                plan = self._plan(request)
                 assert plan is not None
             entry_class, source, hides = plan
-            job = replace(
-                job, main=main, draft=draft, digests=Digests(main=main, draft=draft), entry_class=entry_class, source=source
-            )
-            entry = job.entry(self._engine.now(), reserved, None)
-            return self._add(QueuedPut(entry, replace(job, promised=entry), reserved, hides))
+            request = replace(request, entry_class=entry_class, source=source)
+            entry = request.entry(self._core.now(), reserved, None)
+            return self._add(QueuedPut(entry, replace(request, promised=entry), reserved, hides))
         except BaseException:
-            self._engine.ram.cancel(reserved)
+            self._core.ram.cancel(reserved)
             raise
 
-    def _plan(self, job: Job) -> tuple[EntryClass, Source, frozenset[int]] | None:
+    def _plan(self, request: PutRequest) -> tuple[EntryClass, Source, frozenset[int]] | None:
         """The class of a new entry, and the ids that it replaces or contains; None where only the file can tell.
 
-        The same as `Engine` finds when the put is written. A normal entry that others are stored against stays, so where
+        The same as `put_plan` finds when the put is written. A normal entry that others are stored against stays, so where
         queued puts may change that, it has to be seen then.
         """
-        now = self._engine.now()
-        wanted: tuple[EntryClass, Source] = job.entry_class, job.source
+        now = self._core.now()
+        wanted: tuple[EntryClass, Source] = request.entry_class, request.source
         hides: set[int] = set()
         with self._lock:
-            hides.update(queued.entry.id for queued in self._by_key.get(job.key, ()))
-            newest = self._index.get(job.key)
+            hides.update(queued.entry.id for queued in self._by_key.get(request.key, ()))
+            newest = self._index.get(request.key)
             if newest is not None and not _expired(newest.entry, now):
                 wanted = policy.merged_class((newest.entry.entry_class, newest.entry.source), wanted)
-            for id, n in list(prefixes.prefixes_in(self._index, job.key[:-4], now)):
+            for id, n in list(prefixes.prefixes_in(self._index, request.key[:-4], now)):
                 queued = self._by_id[id]
-                if _contains(job, n, queued.entry, queued.job.draft is not None):
+                if _contains(request, n, queued.entry, queued.request.draft is not None):
                     if queued.was_learned:
                         return None
                     hides.add(id)
-        with self._engine.db.read() as c:
-            fingerprint = self._engine.fingerprint_id(c)
+        with self._core.db.read() as c:
+            fingerprint = self._core.fingerprint_id(c)
             if fingerprint is None:
                 return *wanted, frozenset(hides)
-            for id in queries.same_tokens(c, fingerprint, job.key):
+            for id in queries.same_tokens(c, fingerprint, request.key):
                 hides.add(id)
                 old = queries.entry(c, id, fingerprint)
                 if newest is None and old is not None and not _expired(old, now) and not self._is_hidden(id):
                     wanted = policy.merged_class((old.entry_class, old.source), wanted)
-            for id, n in prefixes.whole_prefixes(c, self._engine.filters, fingerprint, job.key[:-4], now, "any"):
+            walked = prefixes.stored_prefixes(c, self._core.filters, fingerprint, request.key[:-4], now)
+            for id, n in walked.chosen(c, now, "any"):
                 old = queries.entry(c, id, fingerprint)
                 if old is None or self._is_hidden(id) or self._is_queued(id):
                     continue
-                if _contains(job, n, old, len(queries.blobs(c, id)) > 1):
+                if _contains(request, n, old, len(queries_blobs.blobs(c, id)) > 1):
                     children = queries.children(c, id)
                     if any(self._is_hidden(child) for child in children):
                         return None
@@ -193,7 +196,7 @@ class WriteBehind:
         with self._changed:
             while True:
                 self._refuse_if_closed()
-                if self._engine.ram.reserve(n_bytes):
+                if self._core.ram.reserve(n_bytes):
                     return True
                 if not self._queue:
                     return False
@@ -208,7 +211,7 @@ class WriteBehind:
                 self._thread = thread
             self._last += 1
             self._queue[self._last] = put
-            self._by_key.setdefault(put.job.key, []).append(put)
+            self._by_key.setdefault(put.request.key, []).append(put)
             for id in put.hides:
                 self._hidden[id] += 1
                 if id in self._by_id:
@@ -233,7 +236,7 @@ class WriteBehind:
             return id in self._by_id
 
     def _steady(self, look: Callable[[], T]) -> T:
-        """What `look` finds in queue and file while nothing goes from the one to the other."""
+        """What `look` finds in queue and file while nothing moves from the queue to the file."""
         for _ in range(LOOKS):
             with self._lock:
                 before = self._generation
@@ -252,7 +255,7 @@ class WriteBehind:
                 return True, None
             if queued is None:
                 return False, None
-            return True, None if _expired(queued.entry, self._engine.now()) else queued.view()
+            return True, None if _expired(queued.entry, self._core.now()) else queued.view()
 
     def get(self, id: int) -> tuple[bool, SavedState | None]:
         """`lookup` with the states; counts a hit or a miss."""
@@ -261,33 +264,33 @@ class WriteBehind:
             if not known:
                 return False, None
             if entry is None:
-                self._engine.tally.count("misses")
+                self._core.counters.count("misses")
                 return True, None
             queued = self._by_id[id]
-            queued.uses.append(self._engine.now())
-            self._engine.tally.count("hits")
-            return True, SavedState(queued.view(), queued.job.tokens, queued.job.main, queued.job.draft)
+            queued.uses.append(self._core.now())
+            self._core.counters.count("hits")
+            return True, SavedState(queued.view(), queued.request.tokens, queued.request.main, queued.request.draft)
 
     def match(self, key: bytes) -> tuple[Entry, int] | None:
         """The live entry that can serve the most leading tokens of `key`, and how many."""
-        engine = self._engine
+        core = self._core
 
         def look() -> tuple[Entry, int] | None:
-            with engine.db.read() as c:
-                fingerprint = engine.fingerprint_id(c)
+            with core.db.read() as c:
+                fingerprint = core.fingerprint_id(c)
                 found = self._longest(c, fingerprint, key)
                 if found is None:
                     return None
                 known, entry = self.lookup(found[0])
                 if not known and (stored := queries.entry(c, found[0], fingerprint)) is not None:
-                    entry = engine.with_uses(stored)
+                    entry = core.with_uses(stored)
             return None if entry is None else (entry, found[1])
 
         return self._steady(look)
 
     def _longest(self, c: Connection, fingerprint: int | None, key: bytes) -> tuple[int, int] | None:
         """(id, n_common) of the best entry of queue and file."""
-        filters, now = self._engine.filters, self._engine.now()
+        filters, now = self._core.filters, self._core.now()
         if fingerprint is None:
             return prefixes.longest_in(self._index, key, now)
         with self._lock:
@@ -327,9 +330,9 @@ class WriteBehind:
             del put
 
     def _store(self, put: QueuedPut) -> BaseException | None:
-        ram, held = self._engine.ram, [put.reserved]
+        ram, held = self._core.ram, [put.reserved]
         try:
-            self._engine.put(put.job, owned=True, release=lambda: ram.cancel(held.pop()))
+            puts.put(self._core, put.request, owned=True, release=lambda: ram.cancel(held.pop()))
         except BaseException as error:  # noqa: BLE001  reported at the next call that changes or settles the store
             return error
         finally:
@@ -339,11 +342,11 @@ class WriteBehind:
 
     def _done(self, number: int, put: QueuedPut, failure: BaseException | None) -> None:
         """Takes a put out of the queue: the file has it now, or never will."""
-        id, key = put.entry.id, put.job.key
+        id, key = put.entry.id, put.request.key
         with self._changed:
             if failure is None:
                 for used in put.uses:
-                    self._engine.tally.use(id, used)
+                    self._core.counters.use(id, used)
                 # Put again, it is there after all.
                 self._failures = [(lost, why) for lost, why in self._failures if lost != id]
             else:
@@ -408,11 +411,11 @@ def _expired(entry: Entry, now: int) -> bool:
     return entry.expires_at is not None and entry.expires_at <= now
 
 
-def _contains(job: Job, n: int, old: Entry, has_draft: bool) -> bool:
+def _contains(request: PutRequest, n: int, old: Entry, has_draft: bool) -> bool:
     """Whether a put serves all that an entry of its first n tokens does, so that the entry leaves the list."""
-    if old.entry_class != "normal" or not job.cuts.serves(n):
+    if old.entry_class != "normal" or not request.cuts.serves(n):
         return False
-    return old.n_images == job.n_images == 0 and (job.draft is not None or not has_draft)
+    return old.n_images == request.n_images == 0 and (request.draft is not None or not has_draft)
 
 
 def _forget_frames(error: BaseException) -> None:

@@ -1,0 +1,74 @@
+"""Gets an entry: its states as they were put. What cannot be given back right is dropped, and is a miss."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from ..errors import CorruptStoreError
+from ..storage import queries
+from ..storage.entry_reader import Damaged, EntryReader
+from ..types import SavedState, hex_id
+from .core import StoreCore
+
+log = logging.getLogger("kvstore")
+
+
+def get(core: StoreCore, id: int) -> SavedState | None:
+    """`read`, counted as a hit or a miss."""
+    saved = read(core, id)
+    if saved is None:
+        core.counters.count("misses")
+        return None
+    core.counters.use(id, core.now())
+    core.counters.count("hits")
+    return dataclasses.replace(saved, entry=core.with_uses(saved.entry))
+
+
+def read(core: StoreCore, id: int) -> SavedState | None:
+    """An entry with its states, not counted as a hit; None where there is none. A damaged one is dropped.
+
+    Raises StoreIOError where the file cannot be read now; nothing is dropped then.
+    """
+    try:
+        return read_twice(core, id)
+    except Damaged as error:
+        if core.drop_damaged(error, id):
+            return None
+    try:
+        return read_twice(core, id)  # the parent's bytes are right now
+    except Damaged as error:
+        if error.id == id:
+            core.drop_damaged(error, id)
+    return None
+
+
+def read_twice(core: StoreCore, id: int) -> SavedState | None:
+    """`read`, which drops nothing. Raises Damaged for an entry that failed twice.
+
+    What fails once is read again from the file alone, on a new connection.
+    """
+    try:
+        return _read(core, id, core.reader, fresh=False)
+    except CorruptStoreError as error:
+        log.debug("entry %s is read again: %s", hex_id(id), error)
+    try:
+        return _read(core, id, core.reader.from_disk(), fresh=True)
+    except Damaged:
+        raise
+    except CorruptStoreError as error:
+        raise Damaged(id, error.message) from error
+
+
+def _read(core: StoreCore, id: int, reader: EntryReader, *, fresh: bool) -> SavedState | None:
+    with core.db.read(fresh=fresh) as c:
+        entry = queries.entry(c, id, core.scope(c))
+        if entry is not None and not core.is_expired(entry):
+            main, draft = reader.read(c, entry)
+            tokens = queries.tokens(c, id)
+            if tokens is None or tokens.size != entry.n_tokens:
+                raise Damaged(id, "its tokens are damaged")
+            return SavedState(entry, tokens, main, draft)
+    if entry is not None:
+        core.drop_quietly(id, "expired")
+    return None

@@ -1,0 +1,264 @@
+"""Puts an entry: a request is planned in one read, encoded, staged where it is large, and published in one transaction."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from ..errors import BusyError, DiskFullError, KVStoreError
+from ..storage import blobs, geometry, policy, queries, queries_blobs, writers
+from ..storage.db import Connection
+from ..storage.disk import free_bytes
+from ..types import Entry, hex_id
+from . import entry_codec
+from .core import TRIES, StoreCore
+from .disk_budget import Dropped
+from .entry_codec import Encoded, Part, PendingCacheInsert
+from .put_plan import Findings, PutPlan, StalePlan, look, make_plan
+from .put_request import PutRequest
+from .update import keep_children, replace_parts, stage
+
+log = logging.getLogger("kvstore")
+# A put larger than this checkpoints each time it has written as much: its log stays smaller than it.
+LOG_BYTES = 512 << 20
+RESERVE_FROM = 8 << 20
+
+
+def put(
+    core: StoreCore, request: PutRequest, *, owned: bool = False, release: Callable[[], None] | None = None
+) -> Entry:
+    """Stores a request. `owned` arrays may be kept; `release` is called just before the RAM layer takes them."""
+    with core.counted_put(), core.workers.lend():
+        request.digests.begin(core.workers)
+        try:
+            return core.past_damage(_put, core, request, owned, release)
+        finally:
+            request.digests.cancel()
+
+
+def _put(core: StoreCore, request: PutRequest, owned: bool, release: Callable[[], None] | None) -> Entry:
+    started = time.perf_counter()
+    made_room = False
+    for _ in range(TRIES):
+        plan = make_plan(core, request, owned=owned)
+        if plan.identical is not None:
+            refreshed = _refresh(core, plan.identical, request)
+            if refreshed is not None:
+                return refreshed
+            continue
+        plan, encoded = plan.encode(core)
+        pending = None if owned else entry_codec.begin_cache_insert(core.ram, encoded.parts, plan.base_id, core.workers)
+        try:
+            entry, version = _write(core, plan, encoded)
+        except BaseException as error:
+            if pending is not None:
+                pending.cancel()
+            if isinstance(error, StalePlan):
+                continue
+            if isinstance(error, DiskFullError) and not made_room and _make_room(core, encoded.stored):
+                made_room = True
+                continue
+            raise
+        break
+    else:
+        path = core.db.path
+        raise BusyError(f"{path}: other processes changed what this put relies on, again and again", path=path)
+    core.last_write = time.monotonic()
+    if release is not None:
+        release()
+    if owned:
+        pending = entry_codec.begin_cache_insert(core.ram, encoded.parts, entry.parent, None)
+    _finish(core, plan, entry, version, pending)
+    if plan.base is not None:
+        log_shared(entry, plan.base.n_tokens, plan.base.id, started)
+    return entry
+
+
+def _finish(
+    core: StoreCore, plan: PutPlan, entry: Entry, version: tuple[int, ...], pending: PendingCacheInsert | None
+) -> None:
+    """What a put that is on disk does to the RAM layer and the counters."""
+    request = plan.request
+    if pending is not None:
+        pending.commit(request.id, version)
+    core.counters.count("puts")
+    core.counters.count("shared_puts" if plan.base is not None else f"whole_{plan.why_whole}")
+    if request.entry_class == "normal":
+        core.note_family(request.family)
+
+
+def log_shared(entry: Entry, n_tokens: int, base: int, started: float) -> None:
+    log.info(
+        "shared %s: %d tokens, %d of them from learned prefix %s, %.1f MiB instead of %.1f MiB, %.3f s",
+        entry.hex_id, entry.n_tokens, n_tokens, hex_id(base), entry.stored / policy.MIB, entry.size / policy.MIB,
+        time.perf_counter() - started,
+    )  # fmt: skip
+
+
+def _refresh(core: StoreCore, same: Entry, request: PutRequest) -> Entry | None:
+    """Puts an entry again that is there already: only its meta changes. None where it was dropped meanwhile."""
+    now = core.now()
+    new = request.entry_class, request.source
+    # A delta that becomes learned becomes whole.
+    learned = policy.merged_class((same.entry_class, same.source), new)[0] == "learned"
+    grown = same.size if learned and same.parent is not None else 0
+    with core.budget.reserve(grown, grown, same.id) if grown else core.transaction() as (c, _):
+        found = queries.entry(c, same.id, None)
+        if found is None or (found.parent is not None and learned and not grown):
+            return None
+        entry_class, source = policy.merged_class((found.entry_class, found.source), new)
+        if entry_class == "learned" and found.parent is not None:
+            whole = entry_codec.encode_entry(core.reader, request.states, request.digests, None, 0)
+            found = replace_parts(c, found, whole.parts, None)
+        entry = dataclasses.replace(
+            request.entry(now, found.stored, found.parent),
+            id=found.id,
+            hits=found.hits,
+            entry_class=entry_class,
+            source=source,
+            created_at=found.created_at,
+        )
+        queries.update_meta(c, entry)
+        queries.touch(c, entry.id, 0, entry.last_used)
+        if request.head != queries.head(c, entry.id):
+            queries.set_head(c, entry.id, request.head)
+    return entry
+
+
+def _make_room(core: StoreCore, n_bytes: int) -> bool:
+    """Makes what room there is on a full disk, of the log and of free pages; whether n_bytes can be put now.
+
+    A put needs room in the log, and again in the file.
+    """
+    if core.db.memory:
+        return False
+    need = 2 * n_bytes + (geometry.LOG_PAGES + geometry.NEW_PAGES) * core.budget.page_size
+    with suppress(KVStoreError):
+        core.db.checkpoint(truncate=True)
+        core.freeing(lambda: core.budget.shrink_all(need))
+    return free_bytes(core.db.path) >= need
+
+
+def _write(core: StoreCore, plan: PutPlan, encoded: Encoded) -> tuple[Entry, tuple[int, ...]]:
+    """Writes what is to be stored: in one transaction, or staged in batches and published by the last one."""
+    total = encoded.stored
+    need = total + 3 * len(plan.request.key)
+    kicks = blobs.KICKS_USED_LOG if core.db.wal_bytes() >= total else blobs.KICKS_NEW_LOG
+    if total >= RESERVE_FROM and not core.budget.limited:  # with a budget the log is emptied after each batch
+        core.db.reserve_log(min(blobs.log_bytes(total), LOG_BYTES))
+    with core.db.sync_ahead() as kick:
+        write = functools.partial(blobs.write, kick=kick, kicks=kicks)
+        if total > core.budget.batch_bytes():
+            return _write_staged(core, plan, encoded, need, write)
+        with core.budget.reserve(need, need, plan.base_id) as (c, dropped):
+            staged = stage(c, encoded.parts, writers.process_name())
+            for blob, part in zip(staged, encoded.parts, strict=True):
+                write(c, blob, part.data)
+            return _publish(core, c, plan, encoded, staged, dropped)
+
+
+def _write_staged(
+    core: StoreCore, plan: PutPlan, encoded: Encoded, need: int, write: Callable[..., int]
+) -> tuple[Entry, tuple[int, ...]]:
+    batch = core.budget.batch_bytes()
+    with _staging(core) as writer:
+        with core.budget.reserve(need, batch, plan.base_id, durable=False) as (c, _):
+            staged = stage(c, encoded.parts, writer)
+        _write_batches(core, encoded.parts, staged, need, plan.base_id, writer, write)
+        left = need - encoded.stored
+        with core.budget.reserve(left, left, plan.base_id) as (c, dropped):
+            for blob, part in zip(staged, encoded.parts, strict=True):
+                if queries_blobs.chunk_total(c, blob)[1] != part.data.size:
+                    raise StalePlan
+            return _publish(core, c, plan, encoded, staged, dropped)
+
+
+def _write_batches(
+    core: StoreCore,
+    parts: list[Part],
+    staged: list[int],
+    need: int,
+    protect: int | None,
+    writer: str,
+    write: Callable[..., int],
+) -> None:
+    batch = core.budget.batch_bytes()
+    count = max(1, batch // geometry.CHUNK_BYTES)
+    logged = 0
+    for blob, part in zip(staged, parts, strict=True):
+        seq = 0
+        while seq >= 0:
+            left = need - seq * geometry.CHUNK_BYTES
+            with core.budget.reserve(left, min(left, batch), protect, durable=False) as (c, _):
+                if queries_blobs.blob_writer(c, blob) != writer:
+                    raise StalePlan
+                seq = write(c, blob, part.data, seq, count)
+            logged += count * geometry.CHUNK_BYTES
+            if logged > LOG_BYTES and not core.budget.limited:
+                core.db.checkpoint()
+                logged = 0
+        need -= part.data.size
+
+
+@contextmanager
+def _staging(core: StoreCore) -> Iterator[str]:
+    """The name of a writer, for blobs that are committed before they belong to an entry.
+
+    Where the put fails the blobs are deleted: the disk may be full because of them. Where even that fails, the maintenance
+    tries again.
+    """
+    writer = writers.Writer(core.file)
+    try:
+        yield writer.name
+    except BaseException:
+        writer.close()
+        with suppress(KVStoreError):
+            core.delete_abandoned_blobs()
+        raise
+    finally:
+        writer.close()
+
+
+def _publish(
+    core: StoreCore, c: Connection, plan: PutPlan, encoded: Encoded, staged: list[int], dropped: Dropped
+) -> tuple[Entry, tuple[int, ...]]:
+    """Makes staged blobs an entry, and removes what it replaces and contains. Raises StalePlan."""
+    request = plan.request
+    fingerprint = queries.add_fingerprint(c, core.fingerprint)
+    found = look(core, c, fingerprint, request, publishing=True)
+    if not plan.still_valid(c, found):
+        raise StalePlan
+    entry = request.entry(core.now(), encoded.stored, plan.base_id)
+    entry = _replace(core, c, entry, found, dropped)
+    for id in found.contained(core, c, request):
+        core.drop(c, id, "contained", dropped)
+    cuts = request.cuts
+    queries.insert_entry(c, entry, fingerprint, request.key, cuts.any, request.head)
+    if not cuts.any:
+        queries.insert_cuts(c, entry.id, fingerprint, request.key, cuts.counts)
+    for blob, part in zip(staged, encoded.parts, strict=True):
+        if not queries_blobs.finish_blob(c, blob, entry.id, part.digest):
+            raise StalePlan
+    if entry.parent is not None:
+        queries.touch(c, entry.id, 0, entry.last_used)
+    queries.count_family(c, entry.family, 1, 0)
+    queries.set_family_flags(c, entry.id, True, False)
+    return entry, queries_blobs.version(c, entry.id)
+
+
+def _replace(core: StoreCore, c: Connection, entry: Entry, found: Findings, dropped: Dropped) -> Entry:
+    """Drops the entries of the same tokens, whose children stay; the new entry, of the class that it takes from them."""
+    for id, old in found.same:
+        if old is not None:
+            if not core.is_expired(old):
+                entry_class, source = policy.merged_class(
+                    (old.entry_class, old.source), (entry.entry_class, entry.source)
+                )
+                entry = dataclasses.replace(entry, entry_class=entry_class, source=source)
+            keep_children(core, c, queries.children(c, id), dropped, entry.stored)
+        core.drop(c, id, "replaced", dropped)
+    return entry
