@@ -207,7 +207,7 @@ def test_a_salvage_keeps_class_and_expiry_though_a_read_is_refused(original: Ori
         source = Lenient(str(original.fresh()))
         try:
             with Store(tmp_path / f"new-{at}", cache_ram_mib=0) as store, faultkit.failing("eio", at) as vfs:
-                found = repairs.salvage(source, store._engine)
+                found = repairs.salvage(source, store._core)
                 assert not found.lost
             with Store(tmp_path / f"new-{at}") as store:
                 assert {e.id: (e.entry_class, e.created_at, e.n_input) for e in store.entries()} == before, at
