@@ -373,7 +373,7 @@ def test_what_is_neither_an_export_nor_a_slot_file(tmp_path: Path) -> None:
     text.write_text("hello\n" * 2000)
     with tarfile.open(other, "w") as archive:
         archive.add(text, "text.txt")
-    for path, what in ((text, "is neither an export nor a slot file"), (other, "does not contain an export")):
+    for path, what in ((text, "is neither an export nor a slot file"), (other, "holds no export")):
         assert what.encode() in run("import", tmp_path / "kv.db", path, code=SlotFileError.exit_code).stderr
 
 

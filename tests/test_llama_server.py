@@ -79,7 +79,7 @@ def test_fingerprint_changes_with_what_a_state_depends_on(tmp_path: Path) -> Non
 
 def test_missing_model(tmp_path: Path) -> None:
     serverkit.need_server()
-    with pytest.raises(LlamaServerError, match="no model"):
+    with pytest.raises(LlamaServerError, match="does not exist"):
         LlamaServer(tmp_path / "m.gguf", slot_dir=tmp_path).start()
 
 
