@@ -154,6 +154,7 @@ def test_a_slot_that_was_asked_for_is_used(pair: tuple[LlamaServer, str]) -> Non
     for slot in (1, 0, 1):
         post(url + "/completion", {"prompt": f"For {slot}. " + serverkit.PROMPT, "n_predict": 2, "id_slot": slot})
         assert stats(url)["recent"][0]["slot"] == slot
+        wait_saved(url)  # a slot that is being saved is not free
         post(url + "/completion", {"prompt": f"For {slot}. " + serverkit.PROMPT, "n_predict": 2, "id_slot": -1})
         assert stats(url)["recent"][0]["slot"] == slot  # the one that has it
 
