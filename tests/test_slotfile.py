@@ -68,7 +68,7 @@ def _words(*words: int, kind: bytes = b"qsgg") -> bytes:
     [
         (b"", "0 bytes"),
         (b"qsgg\4\0\0", "7 bytes"),
-        (b"GGUF" + bytes(20), "no slot"),
+        (b"GGUF" + bytes(20), "not a slot"),
         (b"qsgg" + struct.pack("<II", 4, 100) + bytes(399), "ends inside its token list"),
         (b"qsgg" + struct.pack("<II", 4, 2**32 - 1), "ends inside its token list"),
         (_words(-1), "ends inside its header"),
