@@ -20,6 +20,7 @@ from storekit import MIB, dump, noise, recurrent_state, state
 
 import kvstore
 from kvstore import Entry, SavedState, Store
+from kvstore.storage import prefix_index
 
 Opener = Callable[..., Store]
 Start = Callable[[Callable[[], Any]], threading.Thread]
@@ -210,9 +211,9 @@ def test_match_finds_its_way_through_a_long_queue(open_store: Opener, path: Path
             tokens = (*TOKENS[: chance.randint(1, 40)], 1000 + n)
             known[tokens] = store.put(tokens, state(tokens, row=8, layers=1)).id
         walked = []
-        original = kvstore.prefixes.common
+        original = prefix_index.common
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kvstore.prefixes, "common", lambda a, b: walked.append(1) or original(a, b))
+            patch.setattr(prefix_index, "common", lambda a, b: walked.append(1) or original(a, b))
             for tokens in chance.sample(sorted(known), 50):
                 found = store.match((*tokens, 5))
                 assert found is not None
