@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -17,8 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from .. import layout, meta
-from ..errors import BusyError, DiskFullError, InvalidInputError, KVStoreError, LayoutError, NotFoundError, StoreIOError
-from ..storage import closed_file, db, disk, policy, queries, queries_blobs, queries_lists, queries_upkeep
+from ..errors import InvalidInputError, LayoutError, NotFoundError
+from ..storage import db, policy, queries, queries_blobs, queries_lists, queries_upkeep
 from ..storage import prefix_index as prefixes
 from ..storage.ram_cache import RamCache
 from ..types import CLASSES, SOURCES, WHOLE, Entry, EntryClass, Match, SavedState, Source, Stats, hex_id
@@ -28,6 +26,7 @@ from . import delete, get, learning, put
 from . import maintenance as upkeep
 from . import verify as check
 from .core import StoreCore
+from .opening import close_core, open_core
 from .put_request import new_request
 from .update import set_entry
 from .write_behind import WriteBehind
@@ -37,71 +36,8 @@ ENTRIES_PER_PAGE = 256
 # An entry, its id, or the 16 hex digits of that.
 EntryId: TypeAlias = int | str | Entry
 _OF_TOKENS, _OF_ENTRY = "the number of tokens", "the number of tokens of the entry"
-TRIES = 8  # of an open whose new file another process removes
 FAMILIES_SHOWN = 100
 MAX_TIMEOUT = 2_000_000  # seconds; SQLite counts milliseconds in an int
-
-
-def _close(core: StoreCore, behind: WriteBehind, background: upkeep.Upkeep | None) -> None:
-    if os.getpid() != core.db.pid:
-        return  # a forked child leaves its parent's files alone
-    if behind.is_writer():  # a Store that nobody holds any more may be collected by any thread; this one is waited for
-        threading.Thread(target=_close, args=(core, behind, background), name="kvstore-close").start()
-        return
-    behind.close()
-    if background is not None:
-        background.stop()
-    if not core.db.readonly:
-        for step in (core.delete_abandoned_blobs, core.flush, lambda: upkeep.expire(core), core.db.truncate_log):
-            with suppress(KVStoreError):  # what fails here (a full disk, a writer elsewhere) costs counts, not entries
-                step()
-        if core.spare is not None:
-            core.spare.give_up()
-        core.db.leave_spare()
-    core.db.close()
-    core.ram.clear()
-
-
-def _open(path: str, build: Callable[[], StoreCore], *, create: bool, key: str | None, timeout: float) -> StoreCore:
-    """A core whose file is prepared. Where that fails, a file created for it is removed, unless another process filled it."""
-    spare, before, created = None, None, False
-    started = time.monotonic()
-    for tries_left in reversed(range(TRIES)):
-        if not create and path != db.MEMORY and not os.path.exists(path):
-            raise StoreIOError(f"{path} does not exist", path=path)
-        if create:
-            created = db.reserve_file(path) or (created and db.identity(path) == before)
-        before = db.identity(path)
-        if create and spare is None:
-            spare = disk.Spare(path)
-            if not spare.held and disk.free_bytes(path) < disk.SPARE_BYTES:
-                closed_file.relieve(path, key)
-                spare.take(disk.spare_bytes(path))
-        try:
-            core = build()
-            core.spare = spare
-            try:
-                core.prepare()
-                core.db.refuse_if_moved()
-            except BaseException:
-                core.db.close()
-                raise
-        except BaseException as error:
-            full = isinstance(error, DiskFullError) and spare is not None and spare.give_up()
-            moved = create and isinstance(error, KVStoreError) and db.identity(path) != before
-            # SQLite does not wait where two processes switch a new file's log on at once.
-            busy = isinstance(error, BusyError) and time.monotonic() - started < timeout
-            if busy:
-                time.sleep(min(timeout, 0.02))
-            if tries_left and (full or moved or busy):  # moved: another open that failed took the empty file away with it
-                continue
-            if spare is not None:
-                spare.give_up()
-            if created:
-                closed_file.remove_if_empty(path, before, key)
-            raise
-        return core
-    raise AssertionError("the last try returns or raises")
 
 
 def _cut(saved: SavedState, n: int) -> SavedState:
@@ -182,7 +118,7 @@ class Store:
                 verify=verify,
             )
 
-        core = _open(self.path, build, create=not readonly and not memory, key=key, timeout=timeout)
+        core = open_core(self.path, build, create=not readonly and not memory, key=key, timeout=timeout)
         self._core = core
         self._behind = WriteBehind(core)
         self._write_behind = write_behind and not readonly
@@ -190,7 +126,7 @@ class Store:
         if not readonly and not memory:
             self._upkeep = upkeep.Upkeep(core, learning.AutoLearn(core).run if auto_learn else None)
         # Closes at the latest when the interpreter ends, while threads can still be joined.
-        self._finalizer = weakref.finalize(self, _close, core, self._behind, self._upkeep)
+        self._finalizer = weakref.finalize(self, close_core, core, self._behind, self._upkeep)
 
     def __enter__(self) -> Store:
         return self

@@ -1,0 +1,79 @@
+"""Opens and closes the core of a store: what is done around its file, also when that fails half way."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from ..errors import BusyError, DiskFullError, KVStoreError, StoreIOError
+from ..storage import closed_file, db, disk
+from . import maintenance as upkeep
+from .core import StoreCore
+from .write_behind import WriteBehind
+
+TRIES = 8  # of an open whose new file another process removes
+
+
+def close_core(core: StoreCore, behind: WriteBehind, background: upkeep.Upkeep | None) -> None:
+    if os.getpid() != core.db.pid:
+        return  # a forked child leaves its parent's files alone
+    if behind.is_writer():  # a Store that nobody holds any more may be collected by any thread; this one is waited for
+        threading.Thread(target=close_core, args=(core, behind, background), name="kvstore-close").start()
+        return
+    behind.close()
+    if background is not None:
+        background.stop()
+    if not core.db.readonly:
+        for step in (core.delete_abandoned_blobs, core.flush, lambda: upkeep.expire(core), core.db.truncate_log):
+            with suppress(KVStoreError):  # what fails here (a full disk, a writer elsewhere) costs counts, not entries
+                step()
+        if core.spare is not None:
+            core.spare.give_up()
+        core.db.leave_spare()
+    core.db.close()
+    core.ram.clear()
+
+
+def open_core(path: str, build: Callable[[], StoreCore], *, create: bool, key: str | None, timeout: float) -> StoreCore:
+    """A core whose file is prepared. Where that fails, a file created for it is removed, unless another process filled it."""
+    spare, before, created = None, None, False
+    started = time.monotonic()
+    for tries_left in reversed(range(TRIES)):
+        if not create and path != db.MEMORY and not os.path.exists(path):
+            raise StoreIOError(f"{path} does not exist", path=path)
+        if create:
+            created = db.reserve_file(path) or (created and db.identity(path) == before)
+        before = db.identity(path)
+        if create and spare is None:
+            spare = disk.Spare(path)
+            if not spare.held and disk.free_bytes(path) < disk.SPARE_BYTES:
+                closed_file.relieve(path, key)
+                spare.take(disk.spare_bytes(path))
+        try:
+            core = build()
+            core.spare = spare
+            try:
+                core.prepare()
+                core.db.refuse_if_moved()
+            except BaseException:
+                core.db.close()
+                raise
+        except BaseException as error:
+            full = isinstance(error, DiskFullError) and spare is not None and spare.give_up()
+            moved = create and isinstance(error, KVStoreError) and db.identity(path) != before
+            # SQLite does not wait where two processes switch a new file's log on at once.
+            busy = isinstance(error, BusyError) and time.monotonic() - started < timeout
+            if busy:
+                time.sleep(min(timeout, 0.02))
+            if tries_left and (full or moved or busy):  # moved: another open that failed took the empty file away with it
+                continue
+            if spare is not None:
+                spare.give_up()
+            if created:
+                closed_file.remove_if_empty(path, before, key)
+            raise
+        return core
+    raise AssertionError("the last try returns or raises")
