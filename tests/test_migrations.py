@@ -445,3 +445,46 @@ def test_one_of_many_upgrades(path: Path, crash_free: Callable[[Callable[[], Non
     assert out.count("True") + reports.count(True) == 1
     legacykit.check(path, expected)
     assert sorted(p.name for p in path.parent.iterdir()) == [path.name, path.name + ".v1-backup"]
+
+
+LOCK_FOLDER = """
+import fcntl, os, sys
+fd = os.open(os.path.dirname(sys.argv[1]), os.O_RDONLY)
+fcntl.flock(fd, fcntl.LOCK_EX)
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="flock")
+def test_an_old_file_is_not_opened_while_another_process_may_replace_it(path: Path, tmp_path: Path) -> None:
+    legacykit.odd(path, 3)
+    other = path.with_name("new.store")
+    Store(other).close()
+    child = subprocess.Popen(
+        [sys.executable, "-c", LOCK_FOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    for readonly in (False, True):
+        with pytest.raises(BusyError, match="is being upgraded by another process"):
+            Store(path, timeout=0.1, readonly=readonly)
+    Store(other, timeout=0.1).close()  # of the current version
+    child.communicate("\n")
+    Store(path, timeout=10).close()
+    assert version(path) == peek.SCHEMA_VERSION
+
+
+def test_the_new_file_has_its_log_on_before_it_gets_the_name(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    legacykit.odd(path, 3)
+    seen: list[bytes] = []
+    rename = os.replace
+
+    def look(new: str, old: str) -> None:
+        if str(new).endswith(".upgrading"):
+            seen.append(Path(new).read_bytes()[18:20])  # the file format versions; 2: write-ahead log
+        rename(new, old)
+
+    monkeypatch.setattr(os, "replace", look)
+    Store(path).close()
+    assert seen == [b"\x02\x02"]

@@ -45,6 +45,12 @@ def prepare(
 
     Gives what the upgrade did, None where there was none. Its records are logged as warnings.
     """
+    report = _prepare(database, progress, backup)
+    database.may_be_replaced()
+    return report
+
+
+def _prepare(database: Database, progress: Callable[[int, int], object] | None, backup: bool) -> Report | None:
     with database.exclusive() as c:
         version = version_of(c, database.path)
     if version == SCHEMA_VERSION:

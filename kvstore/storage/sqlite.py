@@ -137,6 +137,11 @@ def translate(error: apsw.Error, path: str, key: bool = False, connection: Conne
     return StoreIOError(f"{path}: {error}", path=path, hint="check the disk and the permissions of the file")
 
 
+def deleted_by_another(error: Error) -> bool:
+    """Whether SQLite failed because another connection deleted the rollback journal first: to try again is right."""
+    return getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_DELETE_NOENT
+
+
 @contextmanager
 def translated(path: str, key: bool = False, connection: Connection | None = None) -> Iterator[None]:
     try:
