@@ -42,7 +42,7 @@ def expires_at(now: int, ttl: int | None) -> int | None:
 def merged_class(
     old: tuple[EntryClass, Source], new: tuple[EntryClass, Source]
 ) -> tuple[EntryClass, Source]:
-    """The class of an entry whose tokens are put again: one that nobody asked for does not undo one that somebody did."""
+    """The class of an entry whose tokens are put again: a default class does not replace one that was asked for."""
     return old if new == ("normal", "default") else new
 
 

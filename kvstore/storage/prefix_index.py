@@ -24,7 +24,7 @@ from .prefix_filter import PrefixFilters
 from .queries import signed, unsigned
 
 Rows = Iterator[tuple[int, bytes, "int | None"]]
-# Steps of 15 us each before the filter is asked; most stores need one or two, and never read their hashes.
+# Steps (15 us each) before the filter is used. Most stores need one or two, and never load the hashes.
 WALK_STEPS = 8
 
 

@@ -96,7 +96,7 @@ def _additions() -> tuple[str, frozenset[str]]:
 
 @functools.cache
 def _views() -> dict[str, str]:
-    """The SQL of each view for people, by its name, as SQLite keeps it."""
+    """The SQL of each view of schema.sql, by its name, as SQLite keeps it."""
     return {m[2]: m[1] for m in re.finditer(r"^(CREATE VIEW (\w+) .*?);$", schema_sql(), re.MULTILINE | re.DOTALL)}
 
 

@@ -59,13 +59,13 @@ def sweep(core: StoreCore) -> int:
 
 
 def prune_families(core: StoreCore) -> int:
-    """Deletes families that nothing belongs to any more, the least used first, beyond those that are kept."""
+    """Deletes families without entries, the least used first, down to the number that is kept."""
     with core.db.read() as c:
         surplus = queries_upkeep.surplus_families(c)
     if surplus <= 0:
         return 0
     with core.db.write(durable=False) as c:
-        # A quarter more, so that it is not done again for each that comes.
+        # A quarter more than needed, so that the next new family does not cause another prune.
         return queries_upkeep.prune_families(c, surplus + queries_upkeep.FAMILIES_KEPT // 4)
 
 
@@ -97,7 +97,7 @@ class Upkeep:
         self._thread.start()
 
     def wake(self) -> None:
-        """Asks for a tick now."""
+        """Asks for a run now."""
         self._wake.set()
 
     def stop(self) -> None:
@@ -117,10 +117,10 @@ class Upkeep:
             del core
 
     def _failed(self, path: str, what: str, error: Exception | None) -> None:
-        """Counts a failure, and logs it unless it is the one of the tick before."""
+        """Counts a failure, and logs it unless the previous run failed in the same way."""
         self.failures += 1
         if what != self._reported:
-            log.warning("upkeep of %s failed and goes on: %s", path, what, exc_info=error)
+            log.warning("maintenance of %s failed, and will try again: %s", path, what, exc_info=error)
         self._reported = what
 
     @property

@@ -1,4 +1,4 @@
-"""Opens and closes the core of a store: what is done around its file, also when that fails half way."""
+"""Opens and closes the core of a store, and cleans up after an open that fails half way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRIES = 8  # of an open whose new file another process removes
 def close_core(core: StoreCore, behind: WriteBehind, background: upkeep.Upkeep | None) -> None:
     if os.getpid() != core.db.pid:
         return  # a forked child leaves its parent's files alone
-    if behind.is_writer():  # a Store that nobody holds any more may be collected by any thread; this one is waited for
+    if behind.is_writer():  # any thread may collect an unused Store: the writing thread cannot wait for itself
         threading.Thread(target=close_core, args=(core, behind, background), name="kvstore-close").start()
         return
     behind.close()
