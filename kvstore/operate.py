@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from .errors import CorruptStoreError, InvalidInputError, KVStoreError, NotAStoreError, NotFoundError, StoreIOError
-from .storage import db, peek, queries, queries_lists, queries_upkeep
+from .storage import db, peek, queries, queries_lists, queries_maintenance
 from .storage.entry_reader import Damaged
 from .store import backup as backups
 from .store import repair as repairs
@@ -239,7 +239,7 @@ def families(store: Store) -> Iterator[FamilyStats]:
     after = queries_lists.FIRST
     while True:
         with store._core.db.read() as c:
-            page = queries_upkeep.families_page(c, after, ENTRIES_PER_PAGE)
+            page = queries_maintenance.families_page(c, after, ENTRIES_PER_PAGE)
         yield from page
         if len(page) < ENTRIES_PER_PAGE:
             return

@@ -422,11 +422,11 @@ def has_live_children(c: Connection, id: int, now: int) -> bool:
     return c.execute(sql, (signed(id), now)).fetchone() is not None
 
 
-def least_recently_used(c: Connection, spare: int | None) -> int | None:
-    """The entry to evict next: normal before learned and pinned, children before parents. `spare` is an id to keep."""
+def least_recently_used(c: Connection, protect: int | None) -> int | None:
+    """The entry to evict next: normal before learned and pinned, children before parents. `protect` is an id to keep."""
     sql = """SELECT entry, use_order FROM meta m WHERE class = ? AND entry IS NOT ?
  AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry) ORDER BY use_order LIMIT 1"""
-    keep = None if spare is None else signed(spare)
+    keep = None if protect is None else signed(protect)
     for classes in (("normal",), ("learned", "pinned")):
         found = [row for row in (c.execute(sql, (name, keep)).fetchone() for name in classes) if row is not None]
         if found:

@@ -11,7 +11,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from ..errors import DiskFullError, ReadOnlyError, StoreIOError
-from . import db, peek, queries_prefixes, queries_upkeep, sqlite
+from . import db, peek, queries_maintenance, queries_prefixes, sqlite
 from .db import Connection, Database
 from .peek import SCHEMA_VERSION
 from .sniff import Header
@@ -83,7 +83,7 @@ def prepare(
 
 _ADDITIONS = "-- Additions."
 _CREATED = re.compile(r"^CREATE (?:TABLE|INDEX|TRIGGER) (?:IF NOT EXISTS )?(\w+)", re.MULTILINE)
-LISTED_AT_OPEN = 4096  # entries whose rows of `prefixes` are made at the first open, 0.1 s; the upkeep makes the others
+LISTED_AT_OPEN = 4096  # entries whose rows of `prefixes` are made at the first open, 0.1 s; the maintenance makes the others
 
 
 @functools.cache
@@ -120,7 +120,7 @@ def extend(database: Database) -> None:
             if names <= known:
                 return
             sqlite.run_script(c, sql)
-            queries_upkeep.mark_unswept(c)  # nobody knows what was done while the triggers were not there
+            queries_maintenance.mark_unswept(c)  # nobody knows what was done while the triggers were not there
             if "prefixes" not in known:
                 queries_prefixes.begin_list(c)
                 if queries_prefixes.continue_list(c, LISTED_AT_OPEN):

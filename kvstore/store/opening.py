@@ -10,14 +10,14 @@ from contextlib import suppress
 
 from ..errors import BusyError, DiskFullError, KVStoreError, StoreIOError
 from ..storage import closed_file, db, disk
-from . import maintenance as upkeep
+from . import maintenance
 from .core import StoreCore
 from .write_behind import WriteBehind
 
 TRIES = 8  # of an open whose new file another process removes
 
 
-def close_core(core: StoreCore, behind: WriteBehind, background: upkeep.Upkeep | None) -> None:
+def close_core(core: StoreCore, behind: WriteBehind, background: maintenance.Maintenance | None) -> None:
     if os.getpid() != core.db.pid:
         return  # a forked child leaves its parent's files alone
     if behind.is_writer():  # any thread may collect an unused Store: the writing thread cannot wait for itself
@@ -27,7 +27,7 @@ def close_core(core: StoreCore, behind: WriteBehind, background: upkeep.Upkeep |
     if background is not None:
         background.stop()
     if not core.db.readonly:
-        for step in (core.delete_abandoned_blobs, core.flush, lambda: upkeep.expire(core), core.db.truncate_log):
+        for step in (core.delete_abandoned_blobs, core.flush, lambda: maintenance.expire(core), core.db.truncate_log):
             with suppress(KVStoreError):  # what fails here (a full disk, a writer elsewhere) costs counts, not entries
                 step()
         if core.spare is not None:

@@ -14,7 +14,7 @@ import numpy as np
 from .. import bkvd
 from ..errors import KVStoreError, StoreIOError
 from ..meta import MetaBlock
-from ..storage import closed_file, db, geometry, queries, queries_blobs, queries_upkeep, sqlite
+from ..storage import closed_file, db, geometry, queries, queries_blobs, queries_maintenance, sqlite
 from ..storage import integrity as audit
 from ..storage import schema as upgrade
 from ..storage.db import Connection
@@ -50,7 +50,7 @@ def repair(core: StoreCore, problems: Sequence[Problem]) -> list[int]:
             continue
     if "rows" in remedies or bad:
         _attempt(core, audit.clear_parents)
-        _attempt(core, queries_upkeep.delete_orphans)
+        _attempt(core, queries_maintenance.delete_orphans)
         _attempt(core, core.reclaim)
         _attempt(core, audit.clear_writers)
     for id in sorted({p.entry for p in problems if p.remedy == "cuts" and p.entry is not None} - set(removed)):

@@ -16,14 +16,13 @@ import numpy as np
 
 from .. import layout, meta
 from ..errors import InvalidInputError, LayoutError, NotFoundError
-from ..storage import db, policy, queries, queries_blobs, queries_lists, queries_upkeep
+from ..storage import db, policy, queries, queries_blobs, queries_lists, queries_maintenance
 from ..storage import prefix_index as prefixes
 from ..storage.ram_cache import RamCache
 from ..types import CLASSES, SOURCES, WHOLE, Entry, EntryClass, Match, SavedState, Source, Stats, hex_id
 from ..util.hashing import family
 from ..util.validate import as_state, as_tokens, check_id, check_int, choice, is_text, lifetime
-from . import delete, get, learning, put
-from . import maintenance as upkeep
+from . import delete, get, learning, maintenance, put
 from . import verify as check
 from .core import StoreCore
 from .opening import close_core, open_core
@@ -122,11 +121,11 @@ class Store:
         self._core = core
         self._behind = WriteBehind(core)
         self._write_behind = write_behind and not readonly
-        self._upkeep: upkeep.Upkeep | None = None
+        self._maintenance: maintenance.Maintenance | None = None
         if not readonly and not memory:
-            self._upkeep = upkeep.Upkeep(core, learning.AutoLearn(core).run if auto_learn else None)
+            self._maintenance = maintenance.Maintenance(core, learning.AutoLearn(core).run if auto_learn else None)
         # Closes at the latest when the interpreter ends, while threads can still be joined.
-        self._finalizer = weakref.finalize(self, close_core, core, self._behind, self._upkeep)
+        self._finalizer = weakref.finalize(self, close_core, core, self._behind, self._maintenance)
 
     def __enter__(self) -> Store:
         return self
@@ -365,8 +364,8 @@ class Store:
         with core.db.exclusive(), core.db.read() as c:
             totals = queries.totals(c)
             counts = queries.counters(c)
-            families = queries_upkeep.top_families(c, FAMILIES_SHOWN)
-            n_families = queries_upkeep.family_count(c)
+            families = queries_maintenance.top_families(c, FAMILIES_SHOWN)
+            n_families = queries_maintenance.family_count(c)
             page_size, _, free = queries_blobs.pages(c)
             for name, by in core.counters.counts().items():
                 counts[name] = counts.get(name, 0) + by
@@ -392,8 +391,8 @@ class Store:
             | ({"ram_budget": core.ram.evictions} if core.ram.evictions else {}),
             encode_seconds=counts.get("encode_us", 0) / 1e6,
             decode_seconds=counts.get("decode_us", 0) / 1e6,
-            upkeep_alive=None if self._upkeep is None else self._upkeep.alive,
-            upkeep_failures=0 if self._upkeep is None else self._upkeep.failures,
+            upkeep_alive=None if self._maintenance is None else self._maintenance.alive,
+            upkeep_failures=0 if self._maintenance is None else self._maintenance.failures,
             n_families=n_families,
             families=tuple(families),
         )
@@ -417,10 +416,10 @@ class Store:
             budget.check_size(max_size)
         removed: list[int] = []
         core = self._core
-        while gone := upkeep.expire(core, 1024, wait=True):
+        while gone := maintenance.expire(core, 1024, wait=True):
             removed += gone
-        core.freeing(lambda: upkeep.sweep(core))
-        upkeep.prune_families(core)
+        core.freeing(lambda: maintenance.delete_orphans(core))
+        maintenance.prune_families(core)
         core.delete_abandoned_blobs()
         removed += core.enforce_budget()
         if max_size is not None:
@@ -460,5 +459,5 @@ class Store:
             yield
 
     def _wake(self) -> None:
-        if self._upkeep is not None:
-            self._upkeep.wake()
+        if self._maintenance is not None:
+            self._maintenance.wake()
