@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import sqlite3
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import diskkit
 import legacykit
 import pytest
 import storekit
@@ -151,14 +151,8 @@ def test_no_more_room_is_taken_than_was_asked_for(path: Path, size: int) -> None
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 24 MiB."""
-    point = tmp_path / "disk"
-    point.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(point)]
-    may = hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("mount") is not None
-    if not may or subprocess.run(command, check=False).returncode:
-        pytest.skip("a small disk can be mounted by root alone")
-    yield point
-    subprocess.run(["umount", str(point)], check=True)
+    with diskkit.small_disk(tmp_path / "disk", 24) as point:
+        yield point
 
 
 def test_disk_full(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

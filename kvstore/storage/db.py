@@ -101,7 +101,7 @@ class Database:
         try:
             self._writer = self._connect(writable=not self.readonly)
         except DiskFullError:
-            self._no_room = True  # for the shared memory: where there is no log it can be read without
+            self._no_room = True  # for the shared memory, which a file without a log can be read without
             if not self.readonly or self._without_log() is None:
                 raise
             self._writer = self._connect(writable=False)
@@ -152,13 +152,13 @@ class Database:
             self._set(connection, "secure_delete", 0)  # builds with ciphers turn it on: evictions then fill the log with zeros
             self._set(connection, "temp_store", 2)  # nothing of a prompt in temporary files
             self._set(connection, "trusted_schema", 0)  # the file may come from anywhere
-            self._set(connection, "cell_size_check", 1)  # damage is found where it is, not where it leads
+            self._set(connection, "cell_size_check", 1)  # reports a damaged page when it is read, not a later consequence
             if not writable:
                 self._set(connection, "query_only", 1)
         return connection
 
     def _without_log(self) -> tuple[int, int, int, int] | None:
-        """What tells one state of the file from another, where no shared memory can be made beside it and there is no log."""
+        """(device, inode, size, mtime) of the file if it has no log and no shared memory can be made; else None."""
         with suppress(OSError):
             if (os.access(os.path.dirname(self.path), os.W_OK) and not self._no_room) or self.wal_bytes():
                 return None
@@ -171,7 +171,7 @@ class Database:
         if self.memory or self._identity is None or identity(self.path) == self._identity:
             return
         raise StoreIOError(
-            f"{self.path} is not the file any more that was opened: it was replaced, moved or deleted",
+            f"{self.path} is no longer the file that was opened: it was replaced, moved or deleted",
             path=self.path,
             hint="close the store and open it again",
         )
@@ -266,7 +266,7 @@ class Database:
             raise DiskFullError(f"the disk of {self.path} is full", path=self.path)
 
     def leave_spare(self) -> None:
-        """Leaves blocks behind the end of the file for whoever opens it on a full disk; `relieve` gives them back."""
+        """Leaves blocks behind the end of the file for the next open on a full disk; `relieve` gives them back."""
         if not self.memory and not self.readonly and identity(self.path) == self._identity:
             disk.reserve_behind(self.path, disk.spare_bytes(self.path))
 
@@ -304,7 +304,7 @@ class Database:
         connection.close(True)
 
     def _notice_writers(self) -> None:
-        """Connects anew where somebody wrote to a file that was opened as one that nobody writes."""
+        """Connects again if another process wrote to a file that was opened as immutable."""
         if self._frozen is None or self._without_log() == self._frozen:
             return
         with self._lock, self._pool_lock, translated(self.path):
@@ -428,7 +428,7 @@ class Database:
                 if connection is not None:
                     try:
                         connection.close(True)
-                    except sqlite.Error as error:  # the others are closed all the same
+                    except sqlite.Error as error:  # the other connections are closed nevertheless
                         errors.append(error)
             if moved and self._log is not None and identity(self.path + "-wal") == self._log:
                 # SQLite leaves the log of a file that was moved: it would be read as that of the file that has the name now.

@@ -118,7 +118,7 @@ def entry_of(row: Sequence[Any]) -> Entry:
 
 
 def unreadable(id: int) -> Entry:
-    """What stands for an entry whose row is damaged, where it is dropped."""
+    """An `Entry` in place of one whose row is damaged, for the report of its drop."""
     return Entry(
         id=id, n_tokens=0, n_images=0, entry_class="normal", source="default", created_at=0, last_used=0, expires_at=None,
         ttl=None, hits=0, family=0, n_input=0, excerpt="", parent=None, size=0, stored=0,
@@ -162,7 +162,7 @@ def tokens(c: Connection, id: int) -> Tokens | None:
 
 
 def head(c: Connection, id: int) -> bytes | None:
-    """The header of the file that an entry came in, its tokens cut out; None where it came in no file."""
+    """The header of the file that an entry came in, its tokens cut out; None if it did not come in a file."""
     row = c.execute("SELECT head FROM entries WHERE id = ?", (signed(id),)).fetchone()
     if row is not None and not isinstance(row[0], bytes | None):
         raise damaged_row(id, f"its head is {shown(row[0])}")
@@ -273,9 +273,9 @@ def has_children(c: Connection, id: int) -> bool:
 
 
 def touch(c: Connection, id: int, hits: int, used: int) -> None:
-    """Counts uses of an entry; its parent counts as used with it, and stands behind it in the order of eviction."""
+    """Counts uses of an entry; its parent counts as used with it, and is evicted after it."""
     c.execute(
-        # At 2^63 - 1 the count stays: one more would be no integer to SQLite.
+        # The count stops at 2^63 - 1, the largest integer of SQLite.
         """UPDATE meta SET hits = CASE WHEN hits > 9223372036854775807 - ?1 THEN hits ELSE hits + ?1 END,
  last_used = max(last_used, ?2), use_order = ?3 WHERE entry = ?4""",
         (hits, used, next_use(c), signed(id)),
@@ -422,11 +422,11 @@ def has_live_children(c: Connection, id: int, now: int) -> bool:
     return c.execute(sql, (signed(id), now)).fetchone() is not None
 
 
-def least_recently_used(c: Connection, spare: int | None) -> int | None:
-    """The entry to evict next: normal before learned and pinned, children before parents. `spare` is an id to keep."""
+def least_recently_used(c: Connection, protect: int | None) -> int | None:
+    """The entry to evict next: normal before learned and pinned, children before parents. `protect` is an id to keep."""
     sql = """SELECT entry, use_order FROM meta m WHERE class = ? AND entry IS NOT ?
  AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry) ORDER BY use_order LIMIT 1"""
-    keep = None if spare is None else signed(spare)
+    keep = None if protect is None else signed(protect)
     for classes in (("normal",), ("learned", "pinned")):
         found = [row for row in (c.execute(sql, (name, keep)).fetchone() for name in classes) if row is not None]
         if found:

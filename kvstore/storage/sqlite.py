@@ -103,7 +103,7 @@ def read_failed(connection: Connection) -> bool:
 
 
 def translate(error: apsw.Error, path: str, key: bool = False, connection: Connection | None = None) -> KVStoreError:
-    """The error of kvstore that one of SQLite's is; `connection` is where it arose."""
+    """The error of kvstore for an error of SQLite; `connection` is where it was raised."""
     if isinstance(error, apsw.CorruptError) and connection is not None and read_failed(connection):
         reason = os.strerror(errno.EIO)
         return StoreIOError(f"{path} cannot be read: {reason}", path=path, hint="check the disk, then try again")

@@ -11,10 +11,11 @@ from ... import layout, slotfile
 from ...errors import LayoutError
 from ...store import Store
 from ...types import Entry, Match, Tokens, hex_id
+from ...util.buffers import common_prefix_length
 from .backend import Timings
 from .backend_link import BackendLink
 from .metrics import Metrics, Recent
-from .prompt import Prompt, common, continues
+from .prompt import Prompt, continues
 from .saver import Saver
 from .slots import Choice, Slot
 from .upstream import UpstreamError
@@ -271,7 +272,7 @@ class Cache:
         assert identity is not None
         best: UnwrittenMatch | None = None
         for each in self.saver.unwritten:
-            n = common(each.file.tokens, tokens)
+            n = common_prefix_length(each.file.tokens, tokens)
             fits = n == each.file.tokens.shape[0] or (n > 0 and identity.crops)
             if each.store is link.store and fits and (best is None or n > best.n_common):
                 best = UnwrittenMatch.of(each.file, n)

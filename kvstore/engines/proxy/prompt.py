@@ -158,11 +158,6 @@ def parse(path: str, body: bytes) -> Prompt | None:
     return None
 
 
-def common(a: Tokens, b: Tokens) -> int:
-    """The number of equal leading tokens."""
-    return common_prefix_length(a, b)
-
-
 def continues(earlier: list[Any], messages: list[Any]) -> int | None:
     """The characters that a chat adds to an earlier chat and its answer; None where it does not continue that chat."""
     n = len(earlier)
@@ -231,12 +226,14 @@ class Tokenizer:
             if prompt.text is not None:
                 self.remember(prompt.text, tokens[:n_prompt])
             return True
-        if prompt.tokens.shape[0] == n_prompt and common(prompt.tokens, tokens) >= min(n_prompt, tokens.shape[0]):
+        if prompt.tokens.shape[0] == n_prompt and common_prefix_length(prompt.tokens, tokens) >= min(n_prompt, tokens.shape[0]):
             return True
         self.mismatches += 1
         if prompt.spliced:
             self.bad_splices += 1
-        elif prompt.text is not None and (common(prompt.tokens[1:], tokens) > 1 or common(prompt.tokens, tokens[1:]) > 1):
+        elif prompt.text is not None and (
+            common_prefix_length(prompt.tokens[1:], tokens) > 1 or common_prefix_length(prompt.tokens, tokens[1:]) > 1
+        ):
             # Either the tokenizer or the server adds a start token, but not both.
             self.add_special = not self.add_special
         self._texts.clear()
@@ -270,7 +267,7 @@ async def starts(tokenizer: Tokenizer, backend: Backend, prompt: Prompt, tokens:
     if not block:
         return 0, 0
     block_tokens = await tokenizer.tokenize(block, add_special=tokenizer.add_special)
-    shared = common(block_tokens, tokens)
+    shared = common_prefix_length(block_tokens, tokens)
     if not n:
         return 0, shared
     if shared == block_tokens.shape[0]:

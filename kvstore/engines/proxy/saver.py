@@ -11,10 +11,11 @@ from ... import slotfile
 from ...errors import KVStoreError, LayoutError
 from ...store import Store
 from ...types import Entry, hex_id
+from ...util.buffers import common_prefix_length
 from .. import probe
 from .backend_link import BackendLink
 from .metrics import Metrics
-from .prompt import Prompt, common, starts
+from .prompt import Prompt, starts
 from .slots import Choice, Slot
 from .upstream import UpstreamError
 
@@ -204,10 +205,11 @@ class Saver:
             return f"it holds {n} tokens, the last request left {slot.n_total}"
         if origin.tokens is None:
             known = min(slot.tokens.shape[0], n)
-            return None if common(slot.tokens, file.tokens) >= known else "its tokens are not those of the request"
+            same = common_prefix_length(slot.tokens, file.tokens) >= known
+            return None if same else "its tokens are not those of the request"
         # The tokens that we found for a text may differ from those that the server computed.
         exact = origin.text is None or not n_prompt
-        if exact and common(origin.tokens, file.tokens) < min(origin.tokens.shape[0], n):
+        if exact and common_prefix_length(origin.tokens, file.tokens) < min(origin.tokens.shape[0], n):
             return "its tokens are not those of the prompt"
         return None
 
