@@ -229,6 +229,20 @@ def test_long_prompts_are_tokenized_from_the_end_of_a_known_one() -> None:
     assert server.asked[-1] == longer + "c"
 
 
+def test_tokens_of_another_model_are_not_remembered() -> None:
+    async def run() -> None:
+        server = FakeServer()
+        tokenizer = Tokenizer(LlamaServerBackend(server, "."))
+        under_way = asyncio.create_task(tokenizer.fill(_prompt("a" * 5000)))
+        await asyncio.sleep(0)
+        tokenizer.reset()
+        await under_way
+        await tokenizer.fill(_prompt("a" * 5001))
+        assert server.asked[-1] == "a" * 5001
+
+    asyncio.run(run())
+
+
 def test_start_token_that_only_one_side_adds_is_learned() -> None:
     server = FakeServer()
     tokenizer = Tokenizer(LlamaServerBackend(server, "."))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import AsyncIterator
 
 from starlette.applications import Starlette
@@ -16,13 +15,17 @@ from starlette.routing import Mount, Route
 
 from .asgi import error_answer
 from .auth import KeyGuard
-from .backend_link import BackendLink, Settings
+from .backend_link import BackendLink
 from .cache import Cache
 from .forward import Forwarder
 from .llama_backend import LlamaServerBackend
 from .metrics import Metrics
+from .options import ProxyOptions
 from .pages import Pages
+from .prompt import Tokenizer
+from .rates import Rates
 from .saver import Saver
+from .slots import SlotTable
 from .upstream import Upstream
 
 log = logging.getLogger("kvstore.proxy")
@@ -32,23 +35,17 @@ async def _failed(request: Request, error: Exception) -> Response:
     return error_answer(500, f"the proxy failed: {type(error).__name__}", "server_error", request.scope)
 
 
-def create_app(
-    url: str,
-    slot_dir: str | os.PathLike[str],
-    settings: Settings,
-    *,
-    api_key: str | None = None,
-    upstream_api_key: str | None = None,
-    listen_host: str = "127.0.0.1",
-) -> Starlette:
+def create_app(options: ProxyOptions, listen_host: str) -> Starlette:
     """The application; its lifespan opens and closes the store."""
+    api_key = options.api_key or None
     metrics = Metrics()
-    upstream = Upstream(url, api_key=upstream_api_key)
-    backend = LlamaServerBackend(upstream, slot_dir)
-    link = BackendLink(backend, settings, metrics)
-    saver = Saver(link, metrics)
-    cache = Cache(link, saver, metrics)
-    pages = Pages(link, metrics, private=api_key is not None)
+    upstream = Upstream(options.upstream, api_key=options.upstream_api_key or None)
+    backend = LlamaServerBackend(upstream, options.slot_dir)
+    slots, tokenizer = SlotTable(Rates(), options.min_tokens), Tokenizer(backend)
+    link = BackendLink(backend, slots, options, metrics, on_new_model=tokenizer.reset)
+    saver = Saver(link, slots, tokenizer, metrics)
+    cache = Cache(link, slots, tokenizer, saver, metrics)
+    pages = Pages(link, slots, metrics, private=api_key is not None)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -64,7 +61,7 @@ def create_app(
             await link.close()
             await upstream.close()
 
-    forwarder = Forwarder(upstream, link, cache, metrics, keyed=api_key is not None)
+    forwarder = Forwarder(upstream, link, slots, cache, metrics, keyed=api_key is not None)
     app = Starlette(
         routes=[
             Route("/kvstore", pages.page),

@@ -17,6 +17,7 @@ from .cache import TAIL_BYTES, Cache
 from .http_client import Answer, HttpError
 from .metrics import Metrics
 from .prompt import GENERATES, parse
+from .slots import SlotTable
 from .upstream import Upstream, end_to_end
 
 log = logging.getLogger("kvstore.proxy")
@@ -73,9 +74,12 @@ class _Client:
 class Forwarder:
     """Answers all requests but those for the proxy's own pages."""
 
-    def __init__(self, upstream: Upstream, link: BackendLink, cache: Cache, metrics: Metrics, *, keyed: bool) -> None:
+    def __init__(
+        self, upstream: Upstream, link: BackendLink, slots: SlotTable, cache: Cache, metrics: Metrics, *, keyed: bool
+    ) -> None:
         self.upstream = upstream
         self.link = link
+        self.slots = slots
         self.cache = cache
         self.metrics = metrics
         # The server must not see the proxy's own key.
@@ -113,7 +117,7 @@ class Forwarder:
         lease = None if prompt is None else await self.cache.lease(scope["path"], prompt)
         if lease is None:
             self.metrics.count("passed")
-            with self.link.slots.passing(taints=self.link.backend.taints(body)):
+            with self.slots.passing(taints=self.link.backend.taints(body)):
                 await self._send_on(scope, headers, body, send)
             return
         status: int | None = None
@@ -132,7 +136,7 @@ class Forwarder:
         backend, path = self.link.backend, scope["path"]
         if scope["method"] == "POST" and not backend.only_reads(path):
             try:
-                with self.link.slots.passing(slot_id=backend.slot_of(path)):
+                with self.slots.passing(slot_id=backend.slot_of(path)):
                     await self._send_on(scope, scope["headers"], content, send, client)
             finally:
                 if backend.changes_adapters(path):

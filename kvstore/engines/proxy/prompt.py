@@ -158,17 +158,38 @@ def parse(path: str, body: bytes) -> Prompt | None:
     return None
 
 
-def common(a: Tokens, b: Tokens) -> int:
-    """The number of equal leading tokens."""
-    return common_prefix_length(a, b)
-
-
 def continues(earlier: list[Any], messages: list[Any]) -> int | None:
     """The characters that a chat adds to an earlier chat and its answer; None where it does not continue that chat."""
     n = len(earlier)
     if len(messages) <= n or messages[:n] != earlier or messages[n].get("role") != "assistant":
         return None
     return sum(len(json.dumps(m)) for m in messages[n + 1 :])
+
+
+class KnownTexts:
+    """The tokens of the texts that were tokenized last."""
+
+    def __init__(self) -> None:
+        self.texts: OrderedDict[str, Tokens] = OrderedDict()
+        self._chars = 0
+
+    def remember(self, text: str, tokens: Tokens) -> None:
+        if text in self.texts:
+            return
+        self.texts[text] = tokens
+        self._chars += len(text)
+        while len(self.texts) > CACHED_TEXTS or self._chars > CACHED_CHARS:
+            self._chars -= len(self.texts.popitem(last=False)[0])
+
+    def longest(self, text: str, *, splices: bool) -> str | None:
+        """The longest known text that begins the text; with `splices` also a shorter one of some length."""
+        found: str | None = text
+        if text not in self.texts:
+            begins = (t for t in self.texts if splices and len(t) >= SPLICE_CHARS and text.startswith(t))
+            found = max(begins, key=len, default=None)
+        if found is not None:
+            self.texts.move_to_end(found)
+        return found
 
 
 class Tokenizer:
@@ -180,11 +201,14 @@ class Tokenizer:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._texts: OrderedDict[str, Tokens] = OrderedDict()
-        self._chars = 0
+        self.mismatches = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """The server has another model."""
+        self.known = KnownTexts()
         self.bad_splices = 0
         self.add_special = True
-        self.mismatches = 0
 
     async def template(self, prompt: Prompt) -> str:
         return await self._backend.apply_template(prompt.body)
@@ -195,56 +219,40 @@ class Tokenizer:
     async def fill(self, prompt: Prompt) -> Tokens:
         """The tokens of a prompt whose text is known."""
         assert prompt.text is not None
-        start = self._longest(prompt.text)
+        known = self.known  # the server may get another model meanwhile
+        start = known.longest(prompt.text, splices=self.bad_splices < MAX_BAD_SPLICES)
         if start is None:
             prompt.tokens = await self.tokenize(prompt.text, add_special=self.add_special)
         else:
-            rest = prompt.text[len(start) :]
+            begin, rest = known.texts[start], prompt.text[len(start) :]
             prompt.spliced = bool(rest)
             tail = await self.tokenize(rest, add_special=False) if rest else np.empty(0, np.int32)
-            prompt.tokens = np.concatenate([self._texts[start], tail])
-        self.remember(prompt.text, prompt.tokens)
+            prompt.tokens = np.concatenate([begin, tail])
+        known.remember(prompt.text, prompt.tokens)
         return prompt.tokens
-
-    def remember(self, text: str, tokens: Tokens) -> None:
-        if text in self._texts:
-            return
-        self._texts[text] = tokens
-        self._chars += len(text)
-        while len(self._texts) > CACHED_TEXTS or self._chars > CACHED_CHARS:
-            self._chars -= len(self._texts.popitem(last=False)[0])
-
-    def _longest(self, text: str) -> str | None:
-        found: str | None = text
-        if text not in self._texts:
-            splices = self.bad_splices < MAX_BAD_SPLICES
-            known = (t for t in self._texts if splices and len(t) >= SPLICE_CHARS and text.startswith(t))
-            found = max(known, key=len, default=None)
-        if found is not None:
-            self._texts.move_to_end(found)
-        return found
 
     def reconcile(self, prompt: Prompt, tokens: Tokens, n_prompt: int) -> bool:
         """Compares our tokens of a prompt with those in its slot after the request, of which n_prompt were the prompt;
         whether ours were right."""
         if prompt.tokens is None:
             if prompt.text is not None:
-                self.remember(prompt.text, tokens[:n_prompt])
+                self.known.remember(prompt.text, tokens[:n_prompt])
             return True
-        if prompt.tokens.shape[0] == n_prompt and common(prompt.tokens, tokens) >= min(n_prompt, tokens.shape[0]):
+        if prompt.tokens.shape[0] == n_prompt and common_prefix_length(prompt.tokens, tokens) >= min(n_prompt, tokens.shape[0]):
             return True
         self.mismatches += 1
         if prompt.spliced:
             self.bad_splices += 1
-        elif prompt.text is not None and (common(prompt.tokens[1:], tokens) > 1 or common(prompt.tokens, tokens[1:]) > 1):
+        elif prompt.text is not None and max(
+            common_prefix_length(prompt.tokens[1:], tokens), common_prefix_length(prompt.tokens, tokens[1:])
+        ) > 1:
             # Either the tokenizer or the server adds a start token, but not both.
             self.add_special = not self.add_special
-        self._texts.clear()
-        self._chars = 0
+        self.known = KnownTexts()
         return False
 
 
-async def starts(tokenizer: Tokenizer, backend: Backend, prompt: Prompt, tokens: Tokens) -> tuple[int, int]:
+async def block_lengths(tokenizer: Tokenizer, backend: Backend, prompt: Prompt, tokens: Tokens) -> tuple[int, int]:
     """The number of tokens of the system block, and the position of the first user turn; 0 where there is none.
 
     The system block is the beginning that the prompt shares with the prompt of the system messages alone, or of these and
@@ -269,10 +277,11 @@ async def starts(tokenizer: Tokenizer, backend: Backend, prompt: Prompt, tokens:
         break
     if not block:
         return 0, 0
+    known = tokenizer.known
     block_tokens = await tokenizer.tokenize(block, add_special=tokenizer.add_special)
-    shared = common(block_tokens, tokens)
+    shared = common_prefix_length(block_tokens, tokens)
     if not n:
         return 0, shared
     if shared == block_tokens.shape[0]:
-        tokenizer.remember(block, block_tokens)
+        known.remember(block, block_tokens)
     return shared, shared
