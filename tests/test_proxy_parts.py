@@ -21,8 +21,9 @@ from kvstore import InvalidInputError, NotAStoreError
 from kvstore.engines.proxy import runner as proxy
 from kvstore.engines.proxy.backend import Timings
 from kvstore.engines.proxy.llama_backend import LlamaServerBackend
-from kvstore.engines.proxy.prompt import Tokenizer, continues, parse
+from kvstore.engines.proxy.prompt import continues, parse
 from kvstore.engines.proxy.slots import Rates
+from kvstore.engines.proxy.tokenizer import Tokenizer
 from kvstore.engines.proxy.upstream import end_to_end
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

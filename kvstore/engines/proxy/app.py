@@ -22,10 +22,10 @@ from .llama_backend import LlamaServerBackend
 from .metrics import Metrics
 from .options import ProxyOptions
 from .pages import Pages
-from .prompt import Tokenizer
 from .rates import Rates
 from .saver import Saver
 from .slots import SlotTable
+from .tokenizer import Tokenizer
 from .upstream import Upstream
 
 log = logging.getLogger("kvstore.proxy")

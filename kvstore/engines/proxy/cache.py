@@ -15,9 +15,10 @@ from ...util.buffers import common_prefix_length
 from .backend import Timings
 from .backend_link import BackendLink
 from .metrics import Metrics, Recent
-from .prompt import Prompt, Tokenizer, continues
+from .prompt import Prompt, continues
 from .saver import Saver
 from .slots import Choice, Slot, SlotTable
+from .tokenizer import Tokenizer
 from .upstream import UpstreamError
 
 log = logging.getLogger("kvstore.proxy")

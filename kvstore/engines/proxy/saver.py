@@ -15,8 +15,9 @@ from ...util.buffers import common_prefix_length
 from .. import probe
 from .backend_link import BackendLink
 from .metrics import Metrics
-from .prompt import Prompt, Tokenizer, block_lengths
+from .prompt import Prompt
 from .slots import Choice, Slot, SlotTable
+from .tokenizer import Tokenizer, block_lengths
 from .upstream import UpstreamError
 
 log = logging.getLogger("kvstore.proxy")
