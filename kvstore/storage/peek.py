@@ -11,7 +11,7 @@ from . import sniff, sqlite
 from .sniff import EMPTY, Header
 
 APPLICATION_ID = 0x4B565356
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 PEEKS = 4
 
 

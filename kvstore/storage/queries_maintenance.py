@@ -80,7 +80,7 @@ def families_page(c: Connection, after: int, limit: int) -> list[FamilyStats]:
     return [_family(r) for r in c.execute(f"SELECT {_FAMILY} FROM families f WHERE id > ? ORDER BY id LIMIT ?", (after, limit))]
 
 
-_FAMILY = "f.id, (SELECT count(*) FROM meta m WHERE m.family = f.id), f.saved, f.reused"
+_FAMILY = "f.id, (SELECT count(*) FROM meta m WHERE m.family = f.id AND m.base = 0), f.saved, f.reused"
 
 
 def _family(row: tuple[int, int, int, int]) -> FamilyStats:
@@ -100,7 +100,7 @@ def prune_families(c: Connection, n: int) -> int:
     """Deletes the n least used families without entries; gives the number deleted."""
     c.execute(
         """DELETE FROM families WHERE id IN (SELECT id FROM families f
- WHERE NOT EXISTS (SELECT 1 FROM meta m WHERE m.family = f.id) ORDER BY reused, saved LIMIT ?)""",
+ WHERE NOT EXISTS (SELECT 1 FROM meta m WHERE m.family = f.id AND m.base = 0) ORDER BY reused, saved LIMIT ?)""",
         (n,),
     )
     return c.changes()

@@ -372,7 +372,7 @@ class Store:
         prefix = "evicted_"
         return Stats(
             entries={name: totals[name].entries for name in CLASSES},
-            size=sum(t.size for t in totals.values()),
+            size=sum(totals[name].size for name in CLASSES),
             stored=sum(t.stored for t in totals.values()),
             size_by_class={name: totals[name].size for name in CLASSES},
             stored_by_class={name: totals[name].stored for name in CLASSES},
