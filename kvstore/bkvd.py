@@ -56,6 +56,7 @@ from .util.validate import U64, check_int
 MAGIC = 0x44564B42
 VERSION = 1
 MIN_SAVED = 16 << 20
+SAMPLE_BYTES = 1 << 20  # hashed from each end of a state
 
 _HEADER = struct.Struct("<IIQQQQI")
 _PAGE = 1 << 16  # a multiple of every system's page size
@@ -371,3 +372,8 @@ def _encode(child: Bytes, parent: Bytes, sections: list[tuple[int, ...]], runs: 
     if code == lib.KV_BAD_SECTIONS:
         raise LayoutError("a parsed section lies outside of its state, or before the one in front of it")
     return Delta(out.finish(int(e.out_size)), int(e.shared), int(e.n_ops)) if code == lib.KV_OK else None
+
+
+from ._chain_standin import ChainDecoder as ChainDecoder  # noqa: E402
+from ._chain_standin import compose as compose  # noqa: E402
+from ._chain_standin import header as header  # noqa: E402

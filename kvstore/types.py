@@ -146,11 +146,11 @@ class FamilyStats:
 
 # Reasons why a put stores a state whole.
 WHOLE: dict[str, str] = {
-    "no_prefix": "no learned prefix is stored",
+    "no_prefix": "no stored entry is a prefix",
     "saves_too_little": "a delta saves too little",
     "unknown_layout": "its layout, or the layout of its prefix, is not understood",
     "not_asked": "sharing was turned off, or the imported entry was whole",
-    "learned": "learned prefixes are stored whole",
+    "learned": "learned prefixes were stored whole before schema 3",
     "damaged_prefix": "its prefix is damaged",
 }
 

@@ -20,6 +20,11 @@ LAST_EXPIRY = 1 << 62  # so that no sum leaves the integers of SQLite
 DEFAULT_SHARE = 8
 
 
+# Stored prefixes that a put tries as its base, the longest first. The next one saves less where the layouts are alike; it is
+# tried because the longest may be damaged, or of another layout.
+BASES_TRIED = 2
+
+
 def budget_bytes(mib: float) -> int:
     """A budget in MiB as bytes; -1 stays 'no limit'."""
     return -1 if mib < 0 else int(mib * MIB)

@@ -14,7 +14,7 @@ import numpy as np
 from .. import bkvd
 from ..errors import KVStoreError, StoreIOError
 from ..meta import MetaBlock
-from ..storage import closed_file, db, geometry, queries, queries_blobs, queries_upkeep, sqlite
+from ..storage import closed_file, db, geometry, queries, queries_blobs, queries_chains, queries_upkeep, sqlite
 from ..storage import integrity as audit
 from ..storage import schema as upgrade
 from ..storage.db import Connection
@@ -41,15 +41,16 @@ def repair(core: StoreCore, problems: Sequence[Problem]) -> list[int]:
     removed: list[int] = []
     if any(p.invariant == "sqlite" for p in problems):
         _attempt(core, audit.reindex)  # an index alone can be built again from its table
-    # Children first: a parent's good children are rebuilt before the parent is deleted.
+    # Children first: what is good below an entry is stored without it before it is deleted.
     bad = _still_bad(core, problems)
-    for id in sorted(bad, key=lambda id: _has_children(core, id)):
+    for id in sorted(bad, key=lambda id: -_depth(core, id)):
         try:
-            removed += delete.delete(core, id, "keep", "damaged")
+            removed += delete.delete(core, id, "keep", "damaged", bases=True)
         except Unreadable:
             continue
     if "rows" in remedies or bad:
         _attempt(core, audit.clear_parents)
+        _attempt(core, audit.sync_bases)
         _attempt(core, queries_upkeep.delete_orphans)
         _attempt(core, core.reclaim)
         _attempt(core, audit.clear_writers)
@@ -77,20 +78,26 @@ def _attempt(core: StoreCore, step: Callable[[Connection], object]) -> None:
         return  # the next verify names it again
 
 
-def _has_children(core: StoreCore, id: int) -> bool:
+def _depth(core: StoreCore, id: int) -> int:
+    """How many entries an entry is stored against; -1 where that cannot be read."""
     try:
         with core.db.read() as c:
-            return queries.has_children(c, id)
+            return len(queries_chains.links(c, id))
     except Unreadable:
-        return True
+        return -1
 
 
 def _find_cuts(core: StoreCore, c: Connection, id: int) -> None:
-    entry = queries.entry(c, id, None)
-    if entry is not None:
-        main, _ = core.reader.from_disk().read(c, entry)
-        found = cuts_of(main, entry.n_tokens)
-        audit.set_cuts(c, id, found.any, found.counts)
+    entry = queries.entry(c, id, None, bases=True)
+    if entry is None:
+        return
+    main, draft = core.reader.from_disk().read(c, entry)
+    found = cuts_of(main, entry.n_tokens)
+    audit.set_cuts(c, id, found.any, () if queries_chains.is_base(c, id) else found.counts)
+    for row in queries_blobs.blobs(c, id):
+        state = main if row.part == "main" else draft
+        if state is not None:
+            queries_chains.set_sample(c, row.id, bkvd.sample_hash(state))
 
 
 # -- salvage
@@ -285,15 +292,27 @@ def _states(c: Connection, rows: _Rows, id: int) -> dict[str, Bytes]:
     found = rows.blobs(c, id)
     if not any(row.part == "main" for row in found):
         raise Damaged(id, "its main state is lost")
-    states: dict[str, Bytes] = {}
-    for row in found:
+    return {row.part: _state(c, rows, id, row) for row in found}
+
+
+def _state(c: Connection, rows: _Rows, id: int, row: BlobRow) -> Bytes:
+    """A state as it was put, by the chain that the deltas themselves name. Damaged rows may name each other."""
+    below: set[int] = set()
+    chain: list[tuple[int, BlobRow, Bytes]] = []
+    while True:
         stored = rows.read(c, id, row)
-        parent = of_parent = None
-        if row.kind == "bkvd":
-            parent = bkvd.parent_id(stored)
-            whole = [r for r in rows.blobs(c, parent) if r.part == row.part and r.kind == "full"]
-            if not whole:
-                raise Damaged(id, "its parent is lost")
-            of_parent = rows.read(c, parent, whole[0])
-        states[row.part] = as_put(id, row, stored, parent, of_parent)
-    return states
+        chain.append((id, row, stored))
+        if row.kind == "full":
+            break
+        below.add(id)
+        parent = bkvd.parent_id(stored)
+        above = [r for r in rows.blobs(c, parent) if r.part == row.part] if parent not in below else []
+        if not above:
+            raise Damaged(id, "its parent is lost")
+        id, row = parent, above[0]
+    state: Bytes | None = None
+    for id, row, stored in reversed(chain):
+        parent = bkvd.parent_id(stored) if row.kind == "bkvd" else 0
+        state = as_put(id, row, stored, parent or None, state, verify=row is chain[0][1])
+    assert state is not None
+    return state

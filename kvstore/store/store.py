@@ -309,7 +309,7 @@ class Store:
         """Removes an entry; gives the ids of all that went.
 
         children: what becomes of the entries stored against it: "resident" keeps those that the RAM layer holds, "keep"
-        all of them (both rebuilt whole), "drop" none.
+        all of them (both are stored without it first), "drop" none, at any depth.
         """
         choice(children, ("resident", "keep", "drop"), "value of children")
         with self._settled():

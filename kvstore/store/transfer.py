@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..meta import MetaBlock
 from ..storage import prefix_index as prefixes
-from ..storage import queries
+from ..storage import queries, queries_chains
 from ..storage.db import Connection
 from ..storage.entry_reader import Damaged
 from ..storage.ram_cache import RamCache
@@ -77,7 +77,7 @@ def restore(core: StoreCore, item: Exported) -> Entry | None:
     block = item.block
     if block.expires_at is not None and block.expires_at <= core.now():
         return None
-    shared = block.parent is not None and block.entry_class != "learned"
+    shared = block.parent is not None
     # Sharing was worth it where it was put: here it is done again, whatever it saves.
     target = StoreCore(
         core.db,
@@ -132,5 +132,5 @@ def restore(core: StoreCore, item: Exported) -> Entry | None:
 
 def _free_id(core: StoreCore, id: int, key: bytes) -> int:
     with core.db.read() as c:
-        tokens = queries.tokens(c, id)
-    return id if id and (tokens is None or prefixes.key_of(tokens) == key) else new_id()
+        tokens, is_base = queries.tokens(c, id), queries_chains.is_base(c, id)
+    return id if id and (tokens is None or (prefixes.key_of(tokens) == key and not is_base)) else new_id()
