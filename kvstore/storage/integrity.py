@@ -90,18 +90,17 @@ def no_orphan(c: Connection) -> Iterator[Finding]:
             yield None if id is None else unsigned(id), f"{n} rows of {table} refer to nothing"
 
 
-_LOST_PARENT = "parent IS NOT NULL AND parent NOT IN (SELECT id FROM entries)"
 _NO_DELTA = "NOT EXISTS (SELECT 1 FROM blobs WHERE blobs.entry = meta.entry AND kind <> 'full')"
 
 
-def lost_parent(c: Connection) -> Iterator[Finding]:
-    for (id,) in c.execute(f"SELECT entry FROM meta WHERE {_LOST_PARENT} AND {_NO_DELTA}"):
-        yield unsigned(id), "it names a parent that is not there, and needs none"
+def needless_parent(c: Connection) -> Iterator[Finding]:
+    for (id,) in c.execute(f"SELECT entry FROM meta WHERE parent IS NOT NULL AND {_NO_DELTA}"):
+        yield unsigned(id), "it names a parent, and is stored whole"
 
 
 def clear_parents(c: Connection) -> None:
-    """Makes whole entries that name a lost parent entries without one."""
-    c.execute(f"UPDATE meta SET parent = NULL WHERE {_LOST_PARENT} AND {_NO_DELTA}")
+    """Makes whole entries that name a parent entries without one."""
+    c.execute(f"UPDATE meta SET parent = NULL WHERE parent IS NOT NULL AND {_NO_DELTA}")
 
 
 def lost_fingerprint(c: Connection) -> Iterator[Finding]:
@@ -197,7 +196,7 @@ INVARIANTS: tuple[tuple[str, Callable[[Connection], Iterator[Finding]]], ...] = 
     ("base", base),
     ("chunks-complete", chunks_complete),
     ("no-orphan", no_orphan),
-    ("no-orphan", lost_parent),
+    ("no-orphan", needless_parent),
     ("no-orphan", lost_fingerprint),
     ("staged", staged),
     ("totals", totals),

@@ -13,6 +13,7 @@ from ..errors import BusyError, DiskFullError, KVStoreError
 from ..storage import blobs, geometry, policy, queries, queries_blobs, queries_chains, writers
 from ..storage.db import Connection
 from ..storage.disk import free_bytes
+from ..storage.entry_reader import Damaged
 from ..types import Entry, hex_id
 from . import entry_codec
 from .core import TRIES, StoreCore
@@ -110,6 +111,8 @@ def _refresh(core: StoreCore, same: Entry, request: PutRequest) -> Entry | None:
             return None
         new = request.entry_class, request.source
         entry_class, source = policy.merged_class((found.entry_class, found.source), new)
+        if entry_class == "learned" and found.parent is not None:
+            found = _mended(core, c, found, request)
         entry = dataclasses.replace(
             request.entry(now, found.stored, found.parent),
             id=found.id,
@@ -122,6 +125,17 @@ def _refresh(core: StoreCore, same: Entry, request: PutRequest) -> Entry | None:
         queries_chains.touch(c, entry.id, 0, entry.last_used)
         if request.head != queries.head(c, entry.id):
             queries.set_head(c, entry.id, request.head)
+    return entry
+
+
+def _mended(core: StoreCore, c: Connection, entry: Entry, request: PutRequest) -> Entry:
+    """A delta that others will be stored against: where its bytes are damaged, it is stored whole from those of the put."""
+    try:
+        core.reader.read(c, entry)
+    except Damaged as error:
+        log.warning("entry %s is written anew: %s", entry.hex_id, error.reason)
+        whole = entry_codec.encode_entry(core.reader, request.states, request.digests, request.samples, None, 0)
+        return replace_parts(c, entry, whole.parts, None)
     return entry
 
 

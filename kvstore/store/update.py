@@ -80,7 +80,7 @@ def without_parent(core: StoreCore, c: Connection, links: list[Link]) -> tuple[l
         raise Damaged(child.id, f"it cannot be stored without its parent: {error.message}") from error
     if sum(p.data.size for p in parts) > sum(p.size - policy.least_saved(None, p.size) for p in parts):
         return _whole(core, c, links), None
-    return parts, parent.parent
+    return parts, parent.parent if any(part.kind == "bkvd" for part in parts) else None
 
 
 def rebuilt_bytes(c: Connection, id: int) -> int:
@@ -119,7 +119,10 @@ def set_entry(core: StoreCore, id: int, entry_class: EntryClass | None, source: 
     try:
         return _set(core, id, entry_class, source, ttl)
     except CorruptStoreError as error:
-        if not core.drop_unreadable(id):
+        if isinstance(error, Damaged):
+            if not core.drop_damaged(error, id):
+                return _set(core, id, entry_class, source, ttl)
+        elif not core.drop_unreadable(id):
             raise
         raise NotFoundError(f"entry {hex_id(id)} was damaged, and is dropped", id=hex_id(id)) from error
 
@@ -131,6 +134,8 @@ def _set(core: StoreCore, id: int, entry_class: EntryClass | None, source: Sourc
         if entry is None:
             raise NotFoundError(f"no entry {hex_id(id)}", id=hex_id(id))
         if entry_class is not None:
+            if entry_class == "learned" and entry.parent is not None:
+                core.reader.read(c, entry)  # others will be stored against it
             queries.set_class(c, id, entry_class, source)
             entry = dataclasses.replace(entry, entry_class=entry_class, source=source)
         if ttl is not None:
