@@ -372,8 +372,3 @@ def _encode(child: Bytes, parent: Bytes, sections: list[tuple[int, ...]], runs: 
     if code == lib.KV_BAD_SECTIONS:
         raise LayoutError("a parsed section lies outside of its state, or before the one in front of it")
     return Delta(out.finish(int(e.out_size)), int(e.shared), int(e.n_ops)) if code == lib.KV_OK else None
-
-
-from ._chain_standin import ChainDecoder as ChainDecoder  # noqa: E402
-from ._chain_standin import compose as compose  # noqa: E402
-from ._chain_standin import header as header  # noqa: E402
