@@ -68,6 +68,7 @@ from .util.validate import U64, check_int
 __all__ = [
     "MAGIC",
     "MIN_SAVED",
+    "SAMPLE_BYTES",
     "VERSION",
     "ChainDecoder",
     "Header",

@@ -266,7 +266,8 @@ class EntryReader:
             if row.kind == "bkvd":
                 pieces = self._checked(c, links[at:], part, pieces)
             with own_bytes(c, link.id, link.version), _delta_of(link.id, row):
-                decoder.feed(row.kind, row.stored, pieces)
+                # Its id and sample are those that the link before names, as `_checked` found.
+                decoder.feed(row.kind, row.stored, pieces, sample=decoder.parent_hash if at else None)
             if row.kind == "full":
                 break
         else:
@@ -279,16 +280,13 @@ class EntryReader:
     def _checked(self, c: Connection, links: Sequence[Link], part: str, pieces: Iterator[Bytes]) -> Iterator[Bytes]:
         """The stored bytes of a delta, once its header was found to name the next link as it is."""
         link, row = links[0], links[0].rows[part]
-        first = next(pieces, None)
-        found = None if first is None else bkvd.header(first)
-        if first is None or found is None:
-            raise Damaged(link.id, f"its {part} state: not a shared state", version=link.version)
-        parent, parent_size, parent_hash, size = found
-        if size != row.size:
+        first = next(pieces)
+        found = bkvd.header(first)
+        if found.size != row.size:
             raise Damaged(link.id, f"the delta of its {part} state has another size than its row", version=link.version)
         above = links[1].rows.get(part) if len(links) > 1 else None
-        named = above is not None and (parent, parent_size) == (links[1].id, above.size) and link.parent == parent
-        if not named or parent_hash not in self._samples_of(c, links[1:], part):
+        named = above is not None and (found.parent_id, found.parent_size) == (link.parent, above.size)
+        if not named or link.parent != links[1].id or found.parent_hash not in self._samples_of(c, links[1:], part):
             raise Damaged(link.id, f"its {part} state: {_NO_PREFIX}", invariant="delta-parent", version=link.version)
         yield first
         yield from pieces

@@ -72,14 +72,15 @@ def without_parent(core: StoreCore, c: Connection, links: list[Link]) -> tuple[l
             if row.kind == "full":
                 parts.append(Part(name, "full", stored, row.size, digests, samples))
             elif above is not None and above.kind == "bkvd":
-                delta = bkvd.compose(stored, core.reader.stored(c, parent, above))
+                most = row.size - policy.least_saved(None, row.size)
+                delta = bkvd.compose(stored, core.reader.stored(c, parent, above), limit=most)
+                if delta is None:
+                    return _whole(core, c, links), None
                 parts.append(Part(name, "bkvd", delta.data, row.size, digests, samples))
             else:  # a draft whose parent's draft is whole
                 parts += [part for part in _whole(core, c, links) if part.name == name]
     except DeltaError as error:
         raise Damaged(child.id, f"it cannot be stored without its parent: {error.message}") from error
-    if sum(p.data.size for p in parts) > sum(p.size - policy.least_saved(None, p.size) for p in parts):
-        return _whole(core, c, links), None
     return parts, parent.parent if any(part.kind == "bkvd" for part in parts) else None
 
 
