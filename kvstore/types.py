@@ -150,7 +150,7 @@ WHOLE: dict[str, str] = {
     "saves_too_little": "a delta saves too little",
     "unknown_layout": "its layout, or the layout of its prefix, is not understood",
     "not_asked": "sharing was turned off, or the imported entry was whole",
-    "learned": "learned prefixes were stored whole before schema 3",
+    "learned": "learned, and no stored entry is a prefix",
     "damaged_prefix": "its prefix is damaged",
 }
 

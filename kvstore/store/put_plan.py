@@ -167,4 +167,6 @@ def _why_whole(request: PutRequest, found: Findings) -> str:
         return "not_asked"
     if found.bases and request.states.layout("main") is None:
         return "unknown_layout"
-    return "damaged_prefix" if found.bases else "no_prefix"
+    if found.bases:
+        return "damaged_prefix"
+    return "learned" if request.entry_class == "learned" else "no_prefix"
