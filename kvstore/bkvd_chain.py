@@ -87,11 +87,6 @@ class ChainDecoder:
         """The id of the entry that the next link must belong to; 0 if no link is needed."""
         return 0 if self._expected is None else self._expected.parent_id
 
-    @property
-    def parent_hash(self) -> int:
-        """The sample hash that the state of the next link must have; 0 if no link is needed."""
-        return 0 if self._expected is None else self._expected.parent_hash
-
     def finish(self) -> Bytes:
         """The state, as uint8, shape (size,). Raises DeltaError if the chain has no end yet."""
         if not self._done or self._out is None:

@@ -82,8 +82,9 @@ def served(store: Store, id: int, main: bytes) -> None:
 @pytest.mark.parametrize("ram", [0, 0.02, 64])
 @pytest.mark.parametrize("n", [2, 41, 201])
 def test_a_conversation_is_one_entry_and_the_bases_that_it_needs(
-    path: Path, open_store: Opener, n: int, ram: float, behind: bool
+    path: Path, open_store: Opener, monkeypatch: pytest.MonkeyPatch, n: int, ram: float, behind: bool
 ) -> None:
+    monkeypatch.setattr(policy, "FOLDED_BYTES", 100)
     store = open_store(cache_ram_mib=ram, write_behind=behind)
     said = turns(n)
     ids = talk(store, said)
@@ -137,6 +138,67 @@ def test_a_branch_shares_with_the_longest_base_below_it(path: Path, open_store: 
     assert store.delete(other.id) == [other.id]
     assert parents(path) == {}
     assert rows(path, "SELECT count(*) FROM blobs") == rows(path, "SELECT count(*) FROM chunks") == [(0,)]
+    clean(store, path)
+
+
+def depth(path: Path, id: int) -> int:
+    above = parents(path)
+    n = 1
+    while (parent := above[id][0]) is not None:
+        id, n = parent, n + 1
+    return n
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_small_links_of_a_long_chain_are_folded(path: Path, open_store: Opener, drafts: bool) -> None:
+    store = open_store()
+    said = turns(60)
+    for turn, (tokens, main) in enumerate(said):
+        draft = state(tokens, row=16, layers=1, model=9) if drafts and turn > 20 else None
+        entry = store.put(tokens, main, draft=draft)
+        assert depth(path, entry.id) <= policy.FREE_LINKS + 1
+    served(store, entry.id, said[-1][1])
+    assert len(parents(path)) == depth(path, entry.id)
+    # A branch of a turn that was folded shares with the turn before it.
+    tokens = [*said[30][0], 5, 6]
+    other = store.put(tokens, state(tokens, row=32, layers=1))
+    assert other.parent is not None
+    served(store, other.id, state(tokens, row=32, layers=1))
+    clean(store, path)
+
+
+def test_what_others_need_is_not_folded(path: Path, open_store: Opener) -> None:
+    store = open_store()
+    said = turns(40)
+    for turn, (tokens, main) in enumerate(said):
+        entry = store.put(tokens, main, entry_class="pinned" if turn % 4 == 0 else "normal")
+        if turn % 5 == 0:
+            branch = [*tokens, 7, 7]
+            store.put(branch, state(branch, row=32, layers=1), entry_class="pinned")
+    for entry in store.entries():
+        saved = store.get(entry.id)
+        assert saved is not None
+        assert saved.main.tobytes() == state(saved.tokens.tolist(), row=32, layers=1)
+    assert sum(e.entry_class == "pinned" for e in store.entries()) == 18
+    clean(store, path)
+
+
+def test_large_links_are_not_written_again(path: Path, open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "FOLDED_BYTES", 100)
+    store = open_store()
+    ids = talk(store, turns(40))
+    assert depth(path, ids[-1]) == 40
+    clean(store, path)
+
+
+def test_a_chain_has_an_end(path: Path, open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "FOLDED_BYTES", 100)
+    monkeypatch.setattr(policy, "MAX_LINKS", 12)
+    store = open_store()
+    for tokens, main in turns(60):
+        entry = store.put(tokens, main)
+        assert depth(path, entry.id) <= 12
+        served(store, entry.id, main)
     clean(store, path)
 
 
@@ -385,7 +447,10 @@ def test_delete_by_hand_at_any_depth(
 
 
 @pytest.mark.parametrize("keys", ["on", "off"])
-def test_a_long_chain_goes_by_one_statement(path: Path, open_store: Opener, keys: str) -> None:
+def test_a_long_chain_goes_by_one_statement(
+    path: Path, open_store: Opener, monkeypatch: pytest.MonkeyPatch, keys: str
+) -> None:
+    monkeypatch.setattr(policy, "FOLDED_BYTES", 100)
     with open_store() as store:
         ids = talk(store, turns(150))
     whole = shutil.copy(path, path.with_name("copy"))

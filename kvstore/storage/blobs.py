@@ -42,14 +42,16 @@ def _checked(
 PIECE_BYTES = 1 << 20  # of a blob that is read piece by piece: about a chunk, so that the buffer stays in the cache
 
 
-def pieces(c: Connection, blob: BlobRow) -> Iterator[Bytes]:
-    """The stored bytes of a blob, piece by piece, in one buffer: a piece is valid until the next one is asked for.
+def pieces(
+    c: Connection, blob: BlobRow, room: Callable[[], Bytes], chunks: list[tuple[int, int, int]] | None = None
+) -> Iterator[Bytes]:
+    """The stored bytes of a blob, piece by piece, each in a buffer of PIECE_BYTES that `room` gives; `chunks` as in `read`.
 
     No piece but the last is smaller than a delta's header. Raises UnreadableBlob as `read` does.
     """
-    chunks = _checked(c, blob)
-    buffer = np.empty(min(blob.stored, PIECE_BYTES), np.uint8)
-    filled = 0
+    chunks = _checked(c, blob, chunks)
+    buffer = room()
+    filled, left = 0, blob.stored
     handle = None
     try:
         for rowid, _, n in chunks:
@@ -62,9 +64,12 @@ def pieces(c: Connection, blob: BlobRow) -> Iterator[Bytes]:
                 take = min(n - at, buffer.size - filled)
                 handle.read_into(buffer.data, filled, take)
                 at, filled = at + take, filled + take
+                left -= take
                 if filled == buffer.size:
                     yield buffer
                     filled = 0
+                    if left:
+                        buffer = room()
         if filled:
             yield buffer[:filled]
     finally:

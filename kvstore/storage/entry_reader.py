@@ -9,13 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from .. import bkvd
 from ..errors import CorruptStoreError, DeltaError
 from ..types import Bytes, Entry, hex_id
 from ..util.hashing import Hasher, digest
-from . import blobs, queries_chains
+from . import blobs, queries_blobs, queries_chains
+from .chain_feed import PARALLEL_BYTES, Feed, ThreadFeed
 from .db import Connection
 from .queries_blobs import BlobRow
 from .queries_chains import Link
@@ -256,40 +258,51 @@ class EntryReader:
         started = time.perf_counter()
         leaf = links[0].rows[part]
         decoder = bkvd.ChainDecoder(leaf.size)
+        with (ThreadFeed if leaf.size >= PARALLEL_BYTES else Feed)(decoder) as feed:
+            try:
+                self._feed(c, links, part, feed)
+                state = feed.finish()
+            except DeltaError as error:
+                with _delta_of(links[feed.at].id, leaf):
+                    raise error
+        self.spent("decode_us", time.perf_counter() - started)
+        return state
+
+    def _feed(self, c: Connection, links: Sequence[Link], part: str, feed: Feed) -> None:
+        """Feeds links up to the first that is whole. Raises Damaged where there is none, or one cannot be read."""
         room = self.ram.fits(sum(link.stored for link in links))  # else one link would evict another
+        rows = [link.rows[part].id for link in links if part in link.rows]
+        chunks = {} if room else queries_blobs.chunks_of(c, rows)
+        expected: int | None = None
         for at, link in enumerate(links):
             row = link.rows.get(part)
             if row is None:
                 raise Damaged(links[at - 1].id, _NO_PREFIX, invariant="delta-parent", version=links[at - 1].version)
             held = self._held(c, link, room)
-            pieces = iter([_part(held, row)]) if held is not None else blobs.pieces(c, row)
-            if row.kind == "bkvd":
-                pieces = self._checked(c, links[at:], part, pieces)
-            with own_bytes(c, link.id, link.version), _delta_of(link.id, row):
-                # Its id and sample are those that the link before names, as `_checked` found.
-                decoder.feed(row.kind, row.stored, pieces, sample=decoder.parent_hash if at else None)
+            with own_bytes(c, link.id, link.version):
+                pieces = iter([_part(held, row)]) if held is not None else blobs.pieces(c, row, feed.buffer, chunks.get(row.id))
+                sample, expected = expected, None
+                if row.kind == "bkvd":
+                    first = next(pieces)
+                    expected = self._expected(c, links[at:], part, first)
+                    pieces = chain([first], pieces)
+                feed.link(at, row.kind, row.stored, sample, pieces)
             if row.kind == "full":
-                break
-        else:
-            raise Damaged(links[-1].id, _NO_PREFIX, invariant="delta-parent", version=links[-1].version)
-        with _delta_of(links[0].id, leaf):
-            state = decoder.finish()
-        self.spent("decode_us", time.perf_counter() - started)
-        return state
+                return
+        raise Damaged(links[-1].id, _NO_PREFIX, invariant="delta-parent", version=links[-1].version)
 
-    def _checked(self, c: Connection, links: Sequence[Link], part: str, pieces: Iterator[Bytes]) -> Iterator[Bytes]:
-        """The stored bytes of a delta, once its header was found to name the next link as it is."""
+    def _expected(self, c: Connection, links: Sequence[Link], part: str, first: Bytes) -> int:
+        """The sample hash that a delta, whose first bytes are given, names; once it was found to name the next link as it is."""
         link, row = links[0], links[0].rows[part]
-        first = next(pieces)
-        found = bkvd.header(first)
+        with _delta_of(link.id, row):
+            found = bkvd.header(first)
         if found.size != row.size:
             raise Damaged(link.id, f"the delta of its {part} state has another size than its row", version=link.version)
         above = links[1].rows.get(part) if len(links) > 1 else None
         named = above is not None and (found.parent_id, found.parent_size) == (link.parent, above.size)
         if not named or link.parent != links[1].id or found.parent_hash not in self._samples_of(c, links[1:], part):
             raise Damaged(link.id, f"its {part} state: {_NO_PREFIX}", invariant="delta-parent", version=link.version)
-        yield first
-        yield from pieces
+        return found.parent_hash
 
     def _samples_of(self, c: Connection, links: Sequence[Link], part: str) -> Iterator[int]:
         """The sample hash that the first link's row has, and the one of its state, in case the row is wrong."""

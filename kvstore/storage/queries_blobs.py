@@ -95,6 +95,18 @@ def chunk_sizes(c: Connection, blob: int) -> list[tuple[int, int, int]]:
     return rows
 
 
+def chunks_of(c: Connection, blobs: Sequence[int]) -> dict[int, list[tuple[int, int, int]]]:
+    """`chunk_sizes` of several blobs, by blob."""
+    sql = """SELECT k.blob, k.id, k.seq, length(k.data) FROM json_each(?) j CROSS JOIN chunks k ON k.blob = j.value
+ ORDER BY j.key, k.seq"""
+    found: dict[int, list[tuple[int, int, int]]] = {blob: [] for blob in blobs}
+    for blob, *row in c.execute(sql, ("[" + ",".join(map(str, blobs)) + "]",)):
+        if not all(isinstance(n, int) for n in row):
+            raise CorruptStoreError(f"blob {blob} has damaged chunks")
+        found[blob].append((row[0], row[1], row[2]))
+    return found
+
+
 def chunk_total(c: Connection, blob: int) -> tuple[int, int]:
     """Number and bytes of a blob's chunks."""
     row = c.execute("SELECT count(*), coalesce(sum(length(data)), 0) FROM chunks WHERE blob = ?", (blob,)).fetchone()

@@ -61,7 +61,7 @@ class Base:
     def record_samples(self, c: Connection) -> None:
         """Writes the samples that the rows of an older program lack."""
         for part, row in self.links[0].rows.items():
-            if row.sample is None:
+            if row.sample is None and part in self.samples:
                 queries_chains.set_sample(c, row.id, self.samples[part])
 
 
@@ -82,6 +82,8 @@ def load_base(reader: EntryReader, c: Connection, id: int, n_tokens: int) -> Bas
     """An entry with its states; None where it is damaged: its next get drops it."""
     try:
         links = queries_chains.links(c, id)
+        if len(links) >= policy.MAX_LINKS:
+            return load_base(reader, c, links[len(links) // 2].id, links[len(links) // 2].n_tokens)
         states = reader.states(c, id, links, False)
         samples = {
             part: row.sample if row.sample is not None else bkvd.sample_hash(states[part])

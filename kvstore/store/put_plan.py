@@ -9,7 +9,7 @@ from ..storage import prefix_index as prefixes
 from ..storage.db import Connection
 from ..storage.prefix_index import StoredPrefixes
 from ..types import Entry
-from . import entry_codec
+from . import entry_codec, fold
 from .core import StoreCore
 from .entry_codec import Base, Encoded
 from .put_request import PutRequest
@@ -77,7 +77,9 @@ class PutPlan:
             encoded = entry_codec.encode_entry(
                 core.reader, request.states, request.digests, request.samples, plan.base, core.min_saved
             )
-            if encoded.shared or plan.base is None:
+            if encoded.shared and plan.base is not None:
+                return fold.folded(core, plan, plan.base, encoded)
+            if plan.base is None:
                 return plan, encoded
             plan = replace(plan, base=_load(core, left), why_whole=encoded.why_whole)
             if plan.base is None:
