@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from .errors import CorruptStoreError, InvalidInputError, KVStoreError, NotAStoreError, NotFoundError, StoreIOError
-from .storage import db, peek, queries, queries_lists, queries_upkeep
+from .storage import db, peek, queries, queries_chains, queries_lists, queries_upkeep
 from .storage.entry_reader import Damaged
 from .store import backup as backups
 from .store import repair as repairs
@@ -26,7 +26,7 @@ from .types import CLASSES, Entry, EntryClass, FamilyStats, hex_id
 from .util.validate import U64, check_id, check_int, choice
 
 __all__ = [
-    "Exported", "Salvaged", "backup", "export", "families", "find", "fingerprint", "head", "listing", "parents", "repair",
+    "Exported", "Salvaged", "backup", "descendants", "export", "families", "find", "fingerprint", "head", "lineage", "listing", "parents", "repair",
     "restore", "salvage", "verify", "wipe",
 ]  # fmt: skip
 
@@ -122,7 +122,7 @@ def backup(store: Store, path: str | os.PathLike[str], *, progress: Progress | N
 
 
 def export(store: Store, id: int) -> Exported | None:
-    """An entry with all its data; None if there is no such entry. Raises CorruptStoreError if it is damaged."""
+    """An entry or base with all its data; None if there is no such entry. Raises CorruptStoreError if it is damaged."""
     store.flush()
     try:
         return transfer.export(store._core, id)
@@ -158,6 +158,7 @@ def listing(
     parent: int | None = None,
     shared: bool | None = None,
     text: str | None = None,
+    bases: bool | None = False,
 ) -> Iterator[Entry]:
     """The live entries that match all given filters.
 
@@ -165,6 +166,7 @@ def listing(
     read one row of each entry. Without an order, entries are read in pages, in no particular order. With an order, `limit`
     entries are in memory (without a limit: all). unused: never restored. idle: not used for this number of seconds. parent:
     stored against this id. shared: stored as a delta (True) or whole (False). text: in the excerpt, ignoring ASCII case.
+    bases: what is kept only because entries are stored against it, instead of entries (True) or with them (None).
     """
     if order is not None and order not in queries_lists.ORDERS:
         raise InvalidInputError(f"order is {order!r}", hint=f"give one of {', '.join(queries_lists.ORDERS)}")
@@ -184,6 +186,7 @@ def listing(
         parent=None if parent is None else check_id(parent),
         shared=shared,
         text=text,
+        base=bases,
     )
     return _listed(store, wanted, order, limit)
 
@@ -217,6 +220,25 @@ def parents(store: Store) -> Iterator[Entry]:
         if len(ids) < ENTRIES_PER_PAGE:
             return
         after = ids[-1]
+
+
+def lineage(store: Store, id: int) -> list[Entry]:
+    """An entry or base with all that it is stored against, bases too, the whole one first; empty if there is none."""
+    store.flush()
+    core = store._core
+    with core.db.read() as c:
+        links = queries_chains.links(c, check_id(id))
+        found = [queries.entry(c, link.id, core.scope(c), bases=True) for link in reversed(links)]
+    return [core.with_uses(entry) for entry in found if entry is not None]
+
+
+def descendants(store: Store, id: int) -> list[Entry]:
+    """The live entries that are stored against this one, directly or through others, those with the most tokens first."""
+    store.flush()
+    core = store._core
+    with core.db.read() as c:
+        found = queries_chains.entries_below(c, check_id(id), core.scope(c), core.now())
+    return [core.with_uses(entry) for entry in found]
 
 
 def find(store: Store, start: str, limit: int = 100) -> list[Entry]:

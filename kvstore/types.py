@@ -182,6 +182,8 @@ class Stats:
     upkeep_failures: int  # of that thread since the Store was opened; each was logged
     n_families: int
     families: tuple[FamilyStats, ...]  # the most used ones, 100 at most; operate.families gives all
+    bases: int  # kept only because entries are stored against them; not among `entries`, nor their bytes as put in `size`
+    base_bytes: int  # bytes of bases in chunks, which are part of `stored`
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""

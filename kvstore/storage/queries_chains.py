@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..types import Entry
 from .db import Connection
-from .queries import next_use, signed, unsigned
+from .queries import ENTRY, next_use, readable, signed, unsigned
 from .queries_blobs import BLOB, BlobRow, blob_row
 
 # More links than this are damage. A put makes chains of half as many at most (policy.MAX_LINKS).
@@ -70,6 +71,14 @@ def descendants(c: Connection, id: int) -> list[tuple[int, bool]]:
     """(entry, whether it is a base) of all that is stored against an entry, at any depth."""
     sql = f"{_DOWN} SELECT d.id, m.base FROM down d JOIN meta m ON m.entry = d.id"
     return [(unsigned(r[0]), bool(r[1])) for r in c.execute(sql, (signed(id),))]
+
+
+def entries_below(c: Connection, id: int, fingerprint: int | None, now: int) -> list[Entry]:
+    """The live entries that are stored against this one, directly or by others, those with the most tokens first."""
+    sql = f"""{_DOWN} SELECT {ENTRY} FROM down d JOIN meta m ON m.entry = d.id JOIN entries e ON e.id = d.id
+ WHERE m.base = 0 AND (m.expires_at IS NULL OR m.expires_at > ?2) AND (?3 IS NULL OR e.fingerprint = ?3)
+ ORDER BY e.n_tokens DESC"""
+    return list(readable(c.execute(sql, (signed(id), now, fingerprint))))
 
 
 def has_live_descendants(c: Connection, id: int, now: int) -> bool:

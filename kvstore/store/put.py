@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from ..errors import BusyError, DiskFullError, KVStoreError
-from ..storage import blobs, geometry, policy, queries, queries_blobs, queries_chains, writers
+from ..storage import blobs, geometry, policy, queries, queries_blobs, queries_chains, queries_upkeep, writers
 from ..storage.db import Connection
 from ..storage.disk import free_bytes
 from ..storage.entry_reader import Damaged
@@ -48,6 +48,8 @@ def _put(core: StoreCore, request: PutRequest, owned: bool, release: Callable[[]
     made_room = False
     for _ in range(TRIES):
         plan = make_plan(core, request, owned=owned)
+        if plan.identical is not None and request.base:
+            return plan.identical
         if plan.identical is not None:
             refreshed = _refresh(core, plan.identical, request)
             if refreshed is not None:
@@ -242,7 +244,13 @@ def _publish(
     found = look(core, c, fingerprint, request, publishing=True)
     if not plan.still_valid(c, found):
         raise StalePlan
-    entry = _with_class(core, request.entry(core.now(), encoded.stored, plan.base_id), found)
+    entry = request.entry(core.now(), encoded.stored, plan.base_id)
+    if request.base:
+        _insert(c, plan, encoded, staged, entry, fingerprint)
+        queries_chains.set_base(c, entry.id, True)
+        queries_upkeep.mark_unswept(c)  # it goes where nothing comes that needs it
+        return entry, queries_blobs.version(c, entry.id)
+    entry = _with_class(core, entry, found)
     with _same_id_dropped(core, c, plan, entry, found, dropped):
         _insert(c, plan, encoded, staged, entry, fingerprint)
     # What the new one replaces and contains goes after it came: it may be stored against one of them, or need the same base.

@@ -160,7 +160,7 @@ def _holds(c: Connection, id: int, request: PutRequest) -> bool:
 
 
 def _may_contain(request: PutRequest) -> bool:
-    return not request.n_images and bool(request.cuts.any or request.cuts.counts)
+    return not request.n_images and not request.base and bool(request.cuts.any or request.cuts.counts)
 
 
 def _why_whole(request: PutRequest, found: Findings) -> str:

@@ -86,7 +86,8 @@ class Samples(Mapping[str, int]):
 class PutRequest:
     """A put whose arguments have been checked. The arrays are the caller's, or private copies (`owned`).
 
-    `promised` is the entry that the caller was given already: it is stored with those times and that class.
+    `promised` is the entry that the caller was given already: it is stored with those times and that class. `base`: it is
+    stored as a base, for entries that come later, and takes nothing out of the list.
     """
 
     id: int
@@ -105,6 +106,7 @@ class PutRequest:
     share: bool
     head: bytes | None = None
     promised: Entry | None = None
+    base: bool = False
 
     @property
     def main(self) -> Bytes:
@@ -160,6 +162,7 @@ def new_request(
     share: bool,
     head: bytes | None,
     id: int | None = None,
+    base: bool = False,
 ) -> PutRequest:
     """The request of checked arguments; `id` is None for a new one."""
     states = ParsedStates(main, draft)
@@ -179,4 +182,5 @@ def new_request(
         n_images=n_images,
         share=share,
         head=head,
+        base=base,
     )

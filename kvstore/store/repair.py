@@ -151,12 +151,16 @@ def salvage(source: Lenient, target: StoreCore, progress: Progress | None = None
     Parents go first, so what was stored against one is again; where the parent cannot be read its children are lost.
     """
     ids, lost = check.all_ids(source)
-    listed: list[tuple[bool, int, int]] = []
+    sizes: dict[int, int] = {}
+    parents: dict[int, int] = {}
     for id in ids:
         entry = None
         with suppress(StoreIOError):  # said when the entry is copied
             entry = _part(source, lambda c, id=id: queries.meta_alone(c, id))  # type: ignore[misc]
-        listed.append((False, id, 1) if entry is None else (entry.parent is not None, id, entry.size))
+        sizes[id] = 1 if entry is None else entry.size
+        if entry is not None and entry.parent is not None:
+            parents[id] = entry.parent
+    listed = [(_steps(id, parents), id, size) for id, size in sizes.items()]
     total = sum(row[2] for row in listed)
     done = 0
     saved: list[int] = []
@@ -171,12 +175,20 @@ def salvage(source: Lenient, target: StoreCore, progress: Progress | None = None
         if isinstance(item, str):
             lost.append(Problem("whole-entry", id, f"it cannot be read: {item}"))
         # Expired entries are not copied.
-        elif transfer.restore(target, item) is not None:
+        elif transfer.restore(target, item) is not None and not item.base:
             saved.append(id)
         done += n_bytes
         if progress is not None:
             progress(done, total)
     return Salvaged(tuple(saved), tuple(lost))
+
+
+def _steps(id: int, parents: dict[int, int]) -> int:
+    """How many entries stand above an entry, by rows that may name each other."""
+    seen = {id}
+    while (id := parents.get(id, 0)) and id not in seen:
+        seen.add(id)
+    return len(seen)
 
 
 def remove_if_unused(path: str, created: tuple[int, int] | None, key: str | None) -> None:
@@ -270,7 +282,8 @@ def _with_rows(source: Lenient, id: int, states: dict[str, Bytes]) -> transfer.E
         flags = _part(source, lambda c: queries.family_flags(c, id)) or (False, False)
         block, n_images = transfer.block_of(entry, flags), entry.n_images
     head = _part(source, lambda c: queries.head(c, id))
-    return transfer.Exported(block, tokens, states["main"], states.get("draft"), fingerprint, n_images, head)
+    base = bool(_part(source, lambda c: queries_chains.is_base(c, id)))
+    return transfer.Exported(block, tokens, states["main"], states.get("draft"), fingerprint, n_images, head, base)
 
 
 def _part(source: Lenient, read: Callable[[Connection], T | None]) -> T | None:

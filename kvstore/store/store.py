@@ -393,6 +393,8 @@ class Store:
             upkeep_failures=0 if self._upkeep is None else self._upkeep.failures,
             n_families=n_families,
             families=tuple(families),
+            bases=totals[queries.BASE].entries,
+            base_bytes=totals[queries.BASE].stored,
         )
 
     def verify(self) -> list[check.Problem]:

@@ -296,6 +296,6 @@ SELECT printf('%016x', b.entry) AS id, b.part, b.kind, round(b.size / 1048576.0,
 FROM blobs b WHERE b.entry IS NOT NULL
 ORDER BY b.stored DESC;
 CREATE VIEW savings AS
-SELECT class, entries, round(size / 1048576.0, 2) AS mib, round(stored / 1048576.0, 2) AS stored_mib,
-       round((size - stored) / 1048576.0, 2) AS shared_mib
+SELECT class, entries, round(iif(class = 'base', 0, size) / 1048576.0, 2) AS mib, round(stored / 1048576.0, 2) AS stored_mib,
+       round((iif(class = 'base', 0, size) - stored) / 1048576.0, 2) AS shared_mib
 FROM totals;
