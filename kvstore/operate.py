@@ -26,7 +26,8 @@ from .types import CLASSES, Entry, EntryClass, FamilyStats, hex_id
 from .util.validate import U64, check_id, check_int, choice
 
 __all__ = [
-    "Exported", "Salvaged", "backup", "descendants", "export", "families", "find", "fingerprint", "head", "lineage", "listing", "parents", "repair",
+    "Exported", "Salvaged", "backup", "descendants", "export", "families",
+    "find", "fingerprint", "head", "lineage", "listing", "parents", "repair",
     "restore", "salvage", "verify", "wipe",
 ]  # fmt: skip
 

@@ -421,7 +421,9 @@ def in_program(path: Path, sql: str) -> None:
         c.execute(sql)
 
 
-@pytest.mark.parametrize("run", [pytest.param(in_shell, marks=pytest.mark.skipif(SHELL is None, reason="no shell")), in_program])
+@pytest.mark.parametrize(
+    "run", [pytest.param(in_shell, marks=pytest.mark.skipif(SHELL is None, reason="no shell")), in_program]
+)
 @pytest.mark.parametrize("keys", ["on", "off"])
 @pytest.mark.parametrize(
     ("name", "left"),
@@ -571,8 +573,8 @@ def test_a_damaged_link_goes_with_what_needs_it_and_nothing_else(path: Path, ope
     with open_store() as store:
         names = tree(store)
         other = talk(store, turns(3, start=[4000, *START]))
-    sql = "UPDATE chunks SET data = CAST(substr(data, 1, length(data) - 2) || x'5555' AS BLOB) WHERE blob = (SELECT id FROM blobs"
-    in_program(path, f"{sql} WHERE entry = {signed(names['base'][0])})")
+    sql = "UPDATE chunks SET data = CAST(substr(data, 1, length(data) - 2) || x'5555' AS BLOB)"
+    in_program(path, f"{sql} WHERE blob = (SELECT id FROM blobs WHERE entry = {signed(names['base'][0])})")
     with open_store(cache_ram_mib=ram) as store:
         named = {p.entry for p in store.verify() if p.invariant == "digest"}
         assert names["base"][0] in named
@@ -806,7 +808,7 @@ def test_links_are_held_as_they_are_stored_and_used_with_the_leaf(path: Path, op
 def test_random_operations_beside_a_dict(
     path: Path, open_store: Opener, clock: Callable[[float], None], seed: int
 ) -> None:
-    """Conversations that grow and branch; entries that expire, are deleted by the store or by hand; nothing is lost or wrong."""
+    """Conversations grow and branch; entries expire, and are deleted by the store or by hand: nothing is lost or wrong."""
     chance = random.Random(seed)
     options = {"cache_ram_mib": chance.choice([0, 0.02, 64]), "write_behind": chance.random() < 0.5}
     store = open_store(**options)
@@ -848,7 +850,7 @@ def test_random_operations_beside_a_dict(
     def take() -> None:
         id = chance.choice(list(model))
         going = below(id)
-        tokens, main, kind = model[id]
+        _, main, kind = model[id]
         saved = store.take(id)
         assert saved is not None
         assert saved.main.tobytes() == main

@@ -118,7 +118,8 @@ class StoreMachine(RuleBasedStateMachine):
     def below(self, id: int) -> set[int]:
         """The entries that are stored against one, at any depth."""
         sql = """WITH RECURSIVE d(id) AS (SELECT entry FROM meta WHERE parent = ?1
- UNION SELECT m.entry FROM d JOIN meta m ON m.parent = d.id) SELECT m.entry FROM d JOIN meta m ON m.entry = d.id WHERE m.base = 0"""
+ UNION SELECT m.entry FROM d JOIN meta m ON m.parent = d.id)
+ SELECT m.entry FROM d JOIN meta m ON m.entry = d.id WHERE m.base = 0"""
         with closing(self.connect()) as c:
             return {unsigned(row[0]) for row in c.execute(sql, (signed(id),))}
 

@@ -280,7 +280,8 @@ class EntryReader:
                 raise Damaged(links[at - 1].id, _NO_PREFIX, invariant="delta-parent", version=links[at - 1].version)
             held = self._held(c, link, room)
             with own_bytes(c, link.id, link.version):
-                pieces = iter([_part(held, row)]) if held is not None else blobs.pieces(c, row, feed.buffer, chunks.get(row.id))
+                known = chunks.get(row.id)
+                pieces = blobs.pieces(c, row, feed.buffer, known) if held is None else iter([_part(held, row)])
                 sample, expected = expected, None
                 if row.kind == "bkvd":
                     first = next(pieces)

@@ -10,8 +10,8 @@ from ..types import CLASSES
 from ..util.hashing import prefix_hash
 from . import queries, queries_blobs, queries_prefixes
 from .db import Connection
-from .queries_chains import MAX_DEPTH
 from .queries import signed, unsigned
+from .queries_chains import MAX_DEPTH
 
 Finding: TypeAlias = "tuple[int | None, str]"  # the entry, what is wrong with it
 

@@ -25,8 +25,8 @@ DEFAULT_SHARE = 8
 BASES_TRIED = 2
 
 
-# How long a chain may be. Each link costs a get about 80 us beside its bytes, and a MiB of a state takes 310 us to get whole: so
-# many links for each MiB cost a fifth of that, and a few more are free where states are small.
+# How long a chain may be. Each link costs a get about 80 us beside its bytes, and a MiB of a state takes 310 us to get whole:
+# so many links for each MiB cost a fifth of that. A few more are free, since small states are quick to read anyway.
 LINKS_PER_MIB = 0.75
 FREE_LINKS = 16
 # A link that makes a chain too long is folded into the next put, which would otherwise be stored against it: the two deltas are

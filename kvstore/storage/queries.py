@@ -347,7 +347,8 @@ def whole_by_end(c: Connection, fingerprint: int, key: bytes, limit: int = -1) -
     """
     sql = """WITH RECURSIVE counts(n) AS (SELECT ?3 UNION ALL SELECT n - 1 FROM counts WHERE n > 1)
  SELECT e.id FROM counts CROSS JOIN entries e
- WHERE e.fingerprint = ?1 AND (e.cut_any = 1 OR e.base = 1) AND e.n_tokens = counts.n AND substr(e.tokens, -64) = substr(?2, max(1, 4 * counts.n - 63), min(64, 4 * counts.n))
+ WHERE e.fingerprint = ?1 AND (e.cut_any = 1 OR e.base = 1) AND e.n_tokens = counts.n
+ AND substr(e.tokens, -64) = substr(?2, max(1, 4 * counts.n - 63), min(64, 4 * counts.n))
  AND e.tokens = substr(?2, 1, 4 * counts.n) LIMIT ?4"""
     return [r[0] for r in c.execute(sql, (fingerprint, key, len(key) // 4, limit))]
 

@@ -50,7 +50,7 @@ def _children_to_keep(core: StoreCore, c: Connection, id: int, all_of_them: bool
 
 
 def _make_room_for_children(core: StoreCore, id: int, all_of_them: bool) -> None:
-    """Room in the budget for children without their parent; where that is not enough for all, they are evicted as others are."""
+    """Room in the budget for children without their parent; where it is not enough, some are evicted as others are."""
     if not core.budget.limited:
         return
     with core.db.read() as c:

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
 
-from ..errors import CorruptStoreError, KVStoreError, MigrationError, StoreIOError
 from .. import bkvd
+from ..errors import CorruptStoreError, KVStoreError, MigrationError, StoreIOError
 from ..storage import db, peek, queries, queries_chains, sqlite
 from ..storage import integrity as audit
 from ..storage.db import Connection, Database
@@ -42,8 +42,8 @@ class Problem:
 
     `invariant` is its name in schema.sql, "sqlite" for what SQLite's own checks find, or "read" where the system refused a
     read. `remedy` is what `repair` does about it: "drop" the entry, delete "rows" that refer to nothing, count "totals" or
-    find "cuts" (with the rows of `prefixes`, and the samples of its states) anew; "salvage" where only a new file helps; "retry" where nothing is done:
-    verify again.
+    find "cuts" (with the rows of `prefixes`, and the samples of its states) anew; "salvage" where only a new file helps;
+    "retry" where nothing is done: verify again.
     """
 
     invariant: str
