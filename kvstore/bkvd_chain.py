@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from .util.growing import Growing
 from .util.validate import U64, check_int, choice
 
 _FIRST_ROOM = 1 << 16
-_HUGE_PAGE = 2 << 20
+_EVIDENCE = 64
 _FIRST_RANGES = 256
 _SAMPLE = 1 << 20
 
@@ -30,8 +30,9 @@ class ChainDecoder:
     that a link copies twice). A chain whose links have n ops so far never has more than n ranges, and a link adds no more
     repeats than it leaves ranges. An op has at least 9 bytes.
 
-    `size` is only compared: while the leaf is read, the output has at most twice the bytes that its ops add up to, and pages
-    that are not written take no memory. After an error the decoder is of no further use. One thread at a time may use it.
+    `size` is a claim: the output is allocated once the ops of the leaf are known to add up to it, or a 64th of it has been read. Until
+    then the bytes of the leaf are held. After an error the decoder is of no further use. One thread at a time may
+    use it.
     """
 
     def __init__(self, size: int) -> None:
@@ -40,7 +41,7 @@ class ChainDecoder:
         self._chain.size = self._size
         self._grow_ranges(_FIRST_RANGES)
         self._repeats: Any = None
-        self._out: Growing | None = None
+        self._out: Bytes | None = None
         self._expected: Header | None = None  # of the link before: what it says of the next one
         self._done = self._failed = False
 
@@ -69,8 +70,12 @@ class ChainDecoder:
         ):
             raise wrong_parent()
         sampler = _Sampler(stored) if full and before is not None and sample is None else None
+        rest = iter(blocks)
         lib.kv_chain_begin(self._chain, full, stored)
-        for block in blocks:
+        if self._out is None:
+            for data in self._allocate(full, stored, rest):
+                self._read(data)
+        for block in rest:
             data = as_u8(block, "a block")
             if sampler is not None:
                 sampler.update(data)
@@ -92,45 +97,46 @@ class ChainDecoder:
         if not self._done or self._out is None:
             raise wrong_parent()
         self._done, self._failed = False, True
-        return self._out.finish(self._size)
+        return self._out
+
+    def _allocate(self, full: bool, stored: int, blocks: Iterator[Any]) -> list[Bytes]:
+        """Allocates the output, when enough of the leaf has come. Returns the bytes that have."""
+        held = bytearray()
+        come: list[Bytes] = []
+        for block in blocks:
+            data = as_u8(block, "a block")
+            if len(held) + data.size > self._size // _EVIDENCE:
+                come = [data]
+                break
+            held += data.data
+        else:
+            _check_leaf(held, full, stored, self._size)
+        try:
+            self._out = np.empty(self._size, np.uint8)
+        except (MemoryError, ValueError, OverflowError) as error:
+            raise MemoryError(f"no room for a state of {self._size} bytes") from error
+        self._chain.out = ffi.from_buffer("uint8_t[]", self._out)
+        return [as_u8(held), *come]
 
     def _read(self, data: Bytes) -> None:
         used, at = ffi.new("uint64_t *"), 0
         with ffi.from_buffer("uint8_t[]", data) as p:
-            while True:
-                code = self._call(lib.kv_chain_read, p + at, data.size - at, used)
-                if code != lib.KV_MORE:
-                    return check(code)
+            while (code := lib.kv_chain_read(self._chain, p + at, data.size - at, used)) == lib.KV_MORE:
                 at += int(used[0])
-                self._grow()
+                self._grow_ranges(2 * int(self._chain.room))
+        check(code)
 
     def _end(self) -> None:
-        while (code := self._call(lib.kv_chain_end)) == lib.KV_MORE:
-            self._grow()
-        check(code)
-        self._need(self._size)
-        if self._chain.full:
-            self._call(lib.kv_chain_finish)
-
-    def _call(self, function: Any, *args: Any) -> int:
         c = self._chain
-        if self._out is None:
-            return function(c, *args) or 0
-        with ffi.from_buffer("uint8_t[]", self._out.buffer(), require_writable=True) as o:
-            c.out = o
-            return function(c, *args) or 0
-
-    def _grow(self) -> None:
-        c = self._chain
-        if c.need_out > c.out_room:
-            self._need(int(c.need_out))
-        elif c.need_repeats > c.repeats_room:
+        while (code := lib.kv_chain_end(c)) == lib.KV_MORE:
             room = int(c.need_repeats) + int(c.repeats_room)
             repeats = ffi.new("kv_range[]", room)
-            ffi.memmove(repeats, c.repeats, ffi.sizeof("kv_range") * c.n_repeats) if c.n_repeats else None
+            if c.n_repeats:
+                ffi.memmove(repeats, c.repeats, ffi.sizeof("kv_range") * c.n_repeats)
             c.repeats, c.repeats_room, self._repeats = repeats, room, repeats
-        else:
-            self._grow_ranges(2 * int(c.room))
+        check(code)
+        if c.full:
+            lib.kv_chain_finish(c)
 
     def _grow_ranges(self, room: int) -> None:
         c, size = self._chain, ffi.sizeof("kv_range")
@@ -141,21 +147,20 @@ class ChainDecoder:
             ffi.memmove(made, c.made, size * c.n_made)
         c.ranges, c.made, c.room, self._arrays = ranges, made, room, (ranges, made)
 
-    def _need(self, n: int) -> None:
-        """Makes the output so large, at least; twice as large as it was, but not larger than the state."""
-        c = self._chain
-        if self._out is not None and n <= c.out_room:
-            return
-        room = max(min(max(n, 2 * int(c.out_room)), self._size), _FIRST_ROOM)
-        room += -room % (_HUGE_PAGE if room >= _HUGE_PAGE else _FIRST_ROOM)
-        try:
-            if self._out is None:
-                self._out = Growing(room, mapped=sys.platform == "linux", populate=False)
-            else:
-                self._out.grow(room)
-        except (MemoryError, OSError, ValueError, OverflowError) as error:
-            raise MemoryError(f"no room for a state of {self._size} bytes") from error
-        c.out_room = room
+
+def _check_leaf(leaf: bytearray, full: bool, stored: int, size: int) -> None:
+    """Raises DeltaError unless the bytes of a leaf give a state of `size` bytes."""
+    if full:
+        if len(leaf) < stored:
+            check(lib.KV_TRUNCATED)
+        if not len(leaf) == stored == size:
+            check(lib.KV_SIZE_MISMATCH)
+        return
+    top, total = header(leaf), ffi.new("uint64_t *")
+    with ffi.from_buffer("uint8_t[]", leaf) as p:
+        check(lib.kv_check(p, len(leaf), top.parent_size, total))
+    if total[0] != size:
+        check(lib.KV_SIZE_MISMATCH)
 
 
 class _Sampler:

@@ -40,7 +40,7 @@ ffi.set_source(
     "kvstore._native",
     '#include "kernel.h"',
     sources=[f"kvstore/native/{name}" for name in SOURCES],
-    depends=[f"kvstore/native/{name}" for name in ("kernel.h", "bytes.h", "ops.h", "minimizers.h")],
+    depends=[f"kvstore/native/{name}" for name in ("kernel.h", "bytes.h", "ops.h", "stream.h", "minimizers.h")],
     include_dirs=[str(HERE)],
     define_macros=[("KV_SCALAR", "1")] if os.environ.get("KVSTORE_SCALAR") == "1" else [],
     extra_compile_args=compile_args(),

@@ -8,12 +8,17 @@
  *
  * A repeat reads what other repeats of its own link, before it, and of later links have written. Each link's repeats are
  * stored in reverse, so all are done from the last to the first. */
-#include "bytes.h"
 #include "kernel.h"
 
-/* Pieces of STREAM_PIECE bytes and more go around the cache if the output is large, as in decode.c. */
-#define STREAM_FROM (UINT64_C(8) << 20)
+#include "stream.h"
+
+/* Pieces of this size and more go around the cache if the output is large. */
 enum { STREAM_PIECE = 4096 };
+
+/* Short pieces of a literal wait in a queue, while the lines of the output that they fill are fetched: for a transposed V each
+ * lies in another page. Bytes of the link are fetched this far ahead. 800,000 pieces of 200 bytes took 117 ms with neither, 85
+ * with the queue, 76 with both. */
+enum { QUEUE = 16, FETCHED = 384, AHEAD = 2048 };
 
 enum { HEADER, OPS }; /* stages of a link */
 enum { OP_COPY, OP_LITERAL };
@@ -23,23 +28,61 @@ KV_INLINE uint64_t least(uint64_t a, uint64_t b)
     return a < b ? a : b;
 }
 
+#if KV_SSE2
 static void stream_piece(uint8_t *to, const uint8_t *from, uint64_t n)
 {
-#if KV_SSE2
-    uint64_t head = (64 - (uint64_t)((uintptr_t)to & 63)) & 63;
+    const uint64_t head = (64 - (uint64_t)((uintptr_t)to & 63)) & 63, lines = (n - head) & ~UINT64_C(63);
     memcpy(to, from, (size_t)head);
-    for (to += head, from += head, n -= head; n >= 64; n -= 64, from += 64, to += 64) {
-        __m128i a = _mm_loadu_si128((const __m128i *)from);
-        __m128i b = _mm_loadu_si128((const __m128i *)(from + 16));
-        __m128i c = _mm_loadu_si128((const __m128i *)(from + 32));
-        __m128i d = _mm_loadu_si128((const __m128i *)(from + 48));
-        _mm_stream_si128((__m128i *)to, a);
-        _mm_stream_si128((__m128i *)(to + 16), b);
-        _mm_stream_si128((__m128i *)(to + 32), c);
-        _mm_stream_si128((__m128i *)(to + 48), d);
+    stream_lines(to + head, from + head, lines);
+    memcpy(to + head + lines, from + head + lines, (size_t)(n - head - lines));
+}
+#endif
+
+typedef struct {
+    uint8_t *to[QUEUE];
+    const uint8_t *from[QUEUE];
+    size_t n[QUEUE];
+    unsigned next;
+    uint8_t nothing;
+} queue;
+
+static void start_queue(queue *q)
+{
+    q->next = 0;
+    q->nothing = 0;
+    for (unsigned i = 0; i < QUEUE; i++) {
+        q->to[i] = &q->nothing;
+        q->from[i] = &q->nothing;
+        q->n[i] = 0;
+    }
+}
+
+/* Copies what waits. */
+static void end_queue(queue *q)
+{
+    for (unsigned i = 0; i < QUEUE; i++)
+        memcpy(q->to[i], q->from[i], q->n[i]);
+}
+
+KV_INLINE void put_piece(queue *q, uint8_t *to, const uint8_t *from, uint64_t n, int streaming)
+{
+#if KV_SSE2
+    if (streaming && n >= STREAM_PIECE) {
+        stream_piece(to, from, n);
+        return;
     }
 #endif
-    memcpy(to, from, (size_t)n);
+    (void)streaming;
+    const unsigned i = q->next++ % QUEUE;
+    memcpy(q->to[i], q->from[i], q->n[i]);
+    q->to[i] = to;
+    q->from[i] = from;
+    q->n[i] = (size_t)n;
+    for (uint64_t k = 0; k < FETCHED && k < n; k += 64) {
+        PREFETCH(to + k);
+        PREFETCH((uintptr_t)from + AHEAD + k);
+    }
+    PREFETCH(to + n - 1);
 }
 
 void kv_chain_begin(kv_chain *c, int full, uint64_t stored)
@@ -73,33 +116,23 @@ KV_INLINE void advance(kv_chain_walk *w, uint64_t n)
 }
 
 /* Writes what the ranges lack of the next n bytes of a literal. */
-KV_INLINE int fill(kv_chain *c, kv_chain_walk *w, const uint8_t *from, uint64_t n, int streaming)
+KV_INLINE void fill(const kv_chain *c, kv_chain_walk *w, queue *q, const uint8_t *from, uint64_t n, int streaming)
 {
     const uint64_t stop = n > UINT64_MAX - w->pos ? UINT64_MAX : w->pos + n, start = w->pos;
     const kv_range *const ranges = c->ranges;
     uint8_t *const out = c->out;
-    const uint64_t n_ranges = c->n_ranges, room = c->out_room;
+    const uint64_t n_ranges = c->n_ranges;
     uint64_t i = w->range;
     for (; i < n_ranges && ranges[i].src < stop; i++) {
         const kv_range r = ranges[i];
         const uint64_t end = r.src + r.n, a = r.src > start ? r.src : start, b = least(end, stop);
         const uint64_t dst = r.dst + (a - r.src);
-        if (b - a > room || dst > room - (b - a)) {
-            c->need_out = dst + (b - a);
-            w->range = i;
-            advance(w, a - start);
-            return KV_MORE;
-        }
-        if (streaming && b - a >= STREAM_PIECE)
-            stream_piece(out + dst, from + (a - start), b - a);
-        else
-            memcpy(out + dst, from + (a - start), (size_t)(b - a));
+        put_piece(q, out + dst, from + (a - start), b - a, streaming);
         if (b < end)
             break;
     }
     w->range = i;
     advance(w, n);
-    return KV_OK;
 }
 
 /* Makes ranges of the next state of what the ranges lack of a COPY. */
@@ -192,16 +225,18 @@ static int read_split_head(kv_chain *c, kv_chain_walk *w, const uint8_t **p, con
 
 KV_INLINE int read_block(kv_chain *c, kv_chain_walk *w, const uint8_t *block, const uint8_t *end, const uint8_t **at)
 {
-    const int streaming = KV_SSE2 && c->size >= STREAM_FROM;
+    const int streaming = c->size >= STREAM_FROM;
     const uint64_t rest = c->stored - c->seen; /* of the link, from `block` on */
     const uint8_t *p = block;
     int rc = KV_OK;
+    queue q;
+    start_queue(&q);
     for (;;) {
         if (w->left && w->code == OP_LITERAL) {
-            const uint64_t n = least(w->left, (uint64_t)(end - p)), before = w->left;
-            rc = fill(c, w, p, n, streaming);
-            p += before - w->left;
-            if (rc != KV_OK || w->left)
+            const uint64_t n = least(w->left, (uint64_t)(end - p));
+            fill(c, w, &q, p, n, streaming);
+            p += n;
+            if (w->left)
                 break;
         } else if (w->left && (rc = redirect(c, w)) != KV_OK) {
             break;
@@ -223,6 +258,7 @@ KV_INLINE int read_block(kv_chain *c, kv_chain_walk *w, const uint8_t *block, co
         if (rc != KV_OK)
             break;
     }
+    end_queue(&q);
     *at = p;
     return rc;
 }

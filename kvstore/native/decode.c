@@ -1,9 +1,6 @@
 /* Decoding: one pass that checks, one that writes. */
 #include "ops.h"
-
-/* Outputs of this size and more go around the cache: the lines they fill are not read first. glibc's memcpy does so only
- * for single calls of some 24 MB, which ops rarely are. */
-#define STREAM_FROM (UINT64_C(8) << 20)
+#include "stream.h"
 
 int kv_check(const uint8_t *delta, uint64_t n, uint64_t parent_size, uint64_t *out_size)
 {
@@ -32,20 +29,10 @@ typedef struct {
     uint8_t stage[STAGE];
 } stream;
 
-static void stream_lines(stream *s, const uint8_t *from, uint64_t n)
+static void put_lines(stream *s, const uint8_t *from, uint64_t n)
 {
-    uint8_t *to = s->to;
-    for (; n >= 64; n -= 64, from += 64, to += 64) {
-        __m128i a = _mm_loadu_si128((const __m128i *)from);
-        __m128i b = _mm_loadu_si128((const __m128i *)(from + 16));
-        __m128i c = _mm_loadu_si128((const __m128i *)(from + 32));
-        __m128i d = _mm_loadu_si128((const __m128i *)(from + 48));
-        _mm_stream_si128((__m128i *)to, a);
-        _mm_stream_si128((__m128i *)(to + 16), b);
-        _mm_stream_si128((__m128i *)(to + 32), c);
-        _mm_stream_si128((__m128i *)(to + 48), d);
-    }
-    s->to = to;
+    stream_lines(s->to, from, n);
+    s->to += n & ~UINT64_C(63);
 }
 
 static void stage(stream *s, const uint8_t *from, uint64_t n)
@@ -59,16 +46,16 @@ static void stream_write(stream *s, const uint8_t *from, uint64_t n)
     if (n >= SHORT) {
         uint64_t part = (64 - (s->staged & 63)) & 63;
         stage(s, from, part);
-        stream_lines(s, s->stage, s->staged);
+        put_lines(s, s->stage, s->staged);
         s->staged = 0;
-        stream_lines(s, from + part, n - part);
+        put_lines(s, from + part, n - part);
         stage(s, from + n - ((n - part) & 63), (n - part) & 63);
         return;
     }
     uint64_t part = n < STAGE - s->staged ? n : STAGE - s->staged;
     stage(s, from, part);
     if (s->staged == STAGE) {
-        stream_lines(s, s->stage, STAGE);
+        put_lines(s, s->stage, STAGE);
         s->staged = 0;
         stage(s, from + part, n - part);
     }

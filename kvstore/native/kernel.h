@@ -121,13 +121,11 @@ typedef struct {
 
 /* The decoding of a chain of deltas. Zero it, set `size`, the output and the three arrays (`ranges` and `made` have `room`
  * elements, at least 1), then for each link, from the leaf to the root: kv_chain_begin, kv_chain_read for each block,
- * kv_chain_end. At KV_MORE, grow what is too small: the output to `need_out` bytes, `repeats` to `need_repeats`, or else
- * `ranges` and `made`, and go on. The output has at most as many bytes as the ops of the leaf add up to, until the leaf has
- * been read; it must have `size` bytes from then on. */
+ * kv_chain_end. `out` has `size` bytes, from the first kv_chain_read on. At KV_MORE, grow `ranges` and `made` (kv_chain_read)
+ * or `repeats` to `need_repeats` elements (kv_chain_end), and call again. */
 typedef struct {
     uint64_t size;
     uint8_t *out;
-    uint64_t out_room, need_out;
     kv_range *ranges, *made, *repeats; /* lacking in this link, and in the next one; copies inside the output */
     uint64_t room, repeats_room, need_repeats;
     uint64_t n_ranges, n_made, n_repeats;
