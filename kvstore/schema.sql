@@ -2,9 +2,9 @@
 --
 -- What must hold, always, in every committed state of the file (`kvstore verify` checks each by the name given):
 --   whole-entry      an entry has one row in meta and one 'main' blob; a 'draft' blob is optional.
---   delta-parent     a blob of kind 'bkvd' belongs to an entry with a parent; that parent exists, has fewer tokens, and its
---                    state of the same part has the size and sample hash that the delta's header records. A chain of parents
---                    ends in a whole state.
+--   delta-parent     a blob of kind 'bkvd' belongs to an entry with a parent; that parent exists, has fewer tokens or is
+--                    whole, and its state of the same part has the size and sample hash that the delta's header records. A chain
+--                    of parents ends in a whole state.
 --   base             an entry with base = 1 is kept only because others are stored against it: there is at least one. It is
 --                    not listed, matched or counted, and goes with the last entry that needs it. meta.base is the same.
 --   chunks-complete  the chunks of a blob that belongs to an entry are numbered 0..n-1 and add up to `stored` bytes.

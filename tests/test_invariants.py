@@ -69,7 +69,6 @@ def test_whole_entry(path: Path, ids: Ids, sql: str) -> None:
     [
         ("UPDATE meta SET parent = NULL WHERE entry = <child>", "child"),
         ("UPDATE meta SET parent = 77 WHERE entry = <child>", "child"),
-        ("UPDATE entries SET n_tokens = 101 WHERE id = <parent>", "child"),
         ("DELETE FROM blobs WHERE entry = <parent>", "child"),
         ("UPDATE blobs SET sample = sample + 1 WHERE entry = <parent>", "parent"),
         ("UPDATE blobs SET kind = 'bkvd' WHERE entry = <parent>", "parent"),

@@ -293,7 +293,7 @@ class EntryReader:
         raise Damaged(links[-1].id, _NO_PREFIX, invariant="delta-parent", version=links[-1].version)
 
     def _expected(self, c: Connection, links: Sequence[Link], part: str, first: Bytes) -> int:
-        """The sample hash that a delta, whose first bytes are given, names; once it was found to name the next link as it is."""
+        """The sample hash that a delta, whose first bytes are given, names; it has to name the next link as it is."""
         link, row = links[0], links[0].rows[part]
         with _delta_of(link.id, row):
             found = bkvd.header(first)

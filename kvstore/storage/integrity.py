@@ -28,16 +28,16 @@ def whole_entry(c: Connection) -> Iterator[Finding]:
 
 
 def delta_parent(c: Connection) -> Iterator[Finding]:
-    sql = """SELECT b.entry, b.part, m.parent, e.n_tokens, p.n_tokens,
+    sql = """SELECT b.entry, b.part, m.parent, e.n_tokens, p.n_tokens, q.parent IS NULL,
  EXISTS (SELECT 1 FROM blobs d WHERE d.entry = m.parent AND d.part = b.part)
 FROM blobs b JOIN meta m ON m.entry = b.entry JOIN entries e ON e.id = b.entry LEFT JOIN entries p ON p.id = m.parent
-WHERE b.kind = 'bkvd'"""
-    for id, part, parent, n, of_parent, has_part in c.execute(sql):
+LEFT JOIN meta q ON q.entry = m.parent WHERE b.kind = 'bkvd'"""
+    for id, part, parent, n, of_parent, whole, has_part in c.execute(sql):
         if parent is None:
             yield unsigned(id), f"its {part} state is a delta, and it has no parent"
         elif of_parent is None:
             yield unsigned(id), f"its parent {unsigned(parent):016x} is not there"
-        elif of_parent >= n:
+        elif of_parent >= n and not whole:
             yield unsigned(id), f"its parent {unsigned(parent):016x} has {of_parent} tokens, it has {n} itself"
         elif not has_part:
             yield unsigned(id), f"its parent {unsigned(parent):016x} has no {part} state"

@@ -1,6 +1,7 @@
 """The SQL of chains: what an entry is stored against, at any depth, and what is stored against it.
 
-Each walk is one bounded query. A parent has fewer tokens than its child, and no walk goes on where a row says otherwise.
+Each walk is one bounded query. A parent has fewer tokens than its child, or is whole (files of version 1 have such ones): no walk
+goes on where a row says otherwise, so none goes in a circle.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ class Link:
 
 
 def links(c: Connection, id: int) -> list[Link]:
-    """An entry and all that it is stored against, itself first, as far as parents have fewer tokens than their children.
+    """An entry and all that it is stored against, itself first, as far as parents are whole or have fewer tokens.
 
     Empty where the entry is gone. Raises CorruptStoreError on a damaged row.
     """
     sql = f"""WITH RECURSIVE up(entry, parent, n, depth) AS (
  SELECT m.entry, m.parent, e.n_tokens, 0 FROM meta m CROSS JOIN entries e ON e.id = m.entry WHERE m.entry = ?1
  UNION ALL SELECT m.entry, m.parent, e.n_tokens, u.depth + 1 FROM up u CROSS JOIN meta m ON m.entry = u.parent
- CROSS JOIN entries e ON e.id = m.entry WHERE e.n_tokens < u.n AND u.depth < {MAX_DEPTH})
+ CROSS JOIN entries e ON e.id = m.entry WHERE (e.n_tokens < u.n OR m.parent IS NULL) AND u.depth < {MAX_DEPTH})
  SELECT u.entry, u.parent, u.n, {BLOB} FROM up u LEFT JOIN blobs b ON b.entry = u.entry ORDER BY u.depth, b.part DESC"""
     found: list[Link] = []
     for entry, parent, n, *row in c.execute(sql, (signed(id),)):
