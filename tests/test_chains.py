@@ -801,6 +801,62 @@ def test_links_are_held_as_they_are_stored_and_used_with_the_leaf(path: Path, op
     assert store._core.ram.ids() == [alone, *reversed(ids)]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_get_needs_memory_for_the_state_alone(path: Path, open_store: Opener) -> None:
+    """With nothing held in RAM: whatever the root and the links have, they pass through a few buffers."""
+    tokens = list(range(2000))
+    with open_store(cache_ram_mib=0) as store:
+        for n in (1000, 1500, 2000):
+            entry = store.put(tokens[:n], state(tokens[:n], row=4096, layers=4))
+        assert entry.parent is not None
+    script = """if True:
+        import re, sys
+        from kvstore import Store
+        def most():
+            return int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
+        with Store(sys.argv[1], cache_ram_mib=0) as store:
+            (entry,) = store.entries()
+            store.match([1])
+            before = most()
+            saved = store.get(entry.id)
+            print(1024 * (most() - before) / saved.main.size)
+    """
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
+    assert 0.9 < float(done.stdout) < 1.2
+
+
+KILLED = """if True:
+    import sys
+    sys.path.insert(0, sys.argv[2])
+    from test_chains import turns
+    from kvstore import Store
+    with Store(sys.argv[1], min_saved_mib=0.001) as store:
+        for tokens, main in turns(60):
+            print(store.put(tokens, main).id, flush=True)
+"""
+
+
+@pytest.mark.parametrize("after", [1, 3, 20, 31, 47])
+def test_a_writer_that_is_killed_leaves_whole_chains(path: Path, open_store: Opener, after: int) -> None:
+    """Also while links are folded into what is put."""
+    command = [sys.executable, "-c", KILLED, str(path), str(Path(__file__).parent)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    ids = [int(child.stdout.readline()) for _ in range(after)]
+    child.kill()
+    ids += [int(line) for line in child.stdout]
+    child.wait()
+    with open_store() as store:
+        (entry,) = store.entries()
+        assert entry.id == ids[-1] or entry.n_tokens == 60 + 10 * len(ids)
+        served(store, entry.id, turns(60)[(entry.n_tokens - 60) // 10][1])
+        assert store.verify() == []
+        last = store.put(*turns(61)[-1])
+        assert last.parent is not None
+        assert [e.id for e in store.entries()] == [last.id]
+        assert store.verify() == []
+
+
 # -- random operations
 
 

@@ -24,6 +24,7 @@ from .upstream import UpstreamError
 
 PAGE = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 SHOWN = 2000
+LEVELS = 16
 log = logging.getLogger("kvstore.proxy")
 # A page of another origin must not read these pages through a name that resolves to this host.
 _HEADERS = {
@@ -47,9 +48,19 @@ def tree(entries: Iterable[Entry], *, private: bool) -> list[dict[str, Any]]:
         if len(nodes) >= SHOWN:
             break
     roots: list[dict[str, Any]] = []
-    for id, node in nodes.items():
+    levels: dict[int, int] = {}
+    under: dict[int, int] = {}
+    for id, node in sorted(nodes.items(), key=lambda item: int(item[1]["n_tokens"])):  # parents first
         parent = parents[id]
-        (roots if parent is None or parent not in nodes else nodes[parent]["children"]).append(node)
+        if parent is None or parent not in levels:
+            levels[id] = 0
+            roots.append(node)
+            continue
+        # A long conversation of states that cannot be cut is a list, not a stair: JSON has no room for 1,000 levels.
+        deep = levels[parent] >= LEVELS
+        under[id] = under[parent] if deep else parent
+        levels[id] = levels[parent] + (not deep)
+        nodes[under[id]]["children"].append(node)
     for node in nodes.values():
         node["children"].sort(key=lambda n: n["last_used"], reverse=True)
     roots.sort(key=lambda n: (-len(n["children"]), n["family"], -n["last_used"]))
