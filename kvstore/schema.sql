@@ -13,9 +13,10 @@
 --   staged           a blob without an entry is being written: its row names the writer. It is never served, and goes
 --                    soon after its put failed, or its process ended.
 --   totals           `totals` holds the sums over meta, those of bases in a row of their own.
---   cuts             an entry with cut_any = 0 and base = 0 has in `cuts` the token counts, short of the whole, that it can serve.
---   prefixes         an entry with cut_any = 0 and base = 0 has in `prefixes` its own token count and those of its cuts, no others, each
---                    with the hash of that many leading tokens, or NULL.
+--   cuts             an entry with cut_any = 0 and base = 0 has in `cuts` the token counts, short of the whole, that it can
+--                    serve.
+--   prefixes         an entry with cut_any = 0 and base = 0 has in `prefixes` its own token count and those of its cuts, no
+--                    others, each with the hash of that many leading tokens, or NULL.
 --
 -- Ids are unsigned 64-bit integers, held as SQLite's signed ones: printf('%016x', id) shows them as everywhere else.
 -- Times are unix seconds. Sizes are bytes. Tokens are int32, little-endian: in memcmp order the entries that share the
@@ -240,7 +241,8 @@ CREATE TABLE IF NOT EXISTS prefixes(
 CREATE INDEX IF NOT EXISTS prefixes_by_fingerprint ON prefixes(fingerprint);
 CREATE INDEX IF NOT EXISTS prefixes_by_entry ON prefixes(entry);
 CREATE INDEX IF NOT EXISTS prefixes_unhashed ON prefixes(id) WHERE hash IS NULL;
--- Which entries that can be cut, and which bases, are a prefix of a token sequence: by count and last tokens, for a put among many that part one by one.
+-- Which entries that can be cut, and which bases, are a prefix of a token sequence: by count and last tokens, for a put among
+-- many that part one by one.
 CREATE INDEX IF NOT EXISTS entries_by_end ON entries(fingerprint, n_tokens, substr(tokens, -64)) WHERE cut_any = 1 OR base = 1;
 CREATE INDEX IF NOT EXISTS meta_by_last_used ON meta(last_used) WHERE base = 0;
 CREATE INDEX IF NOT EXISTS meta_by_family_use ON meta(family, use_order) WHERE base = 0;
@@ -304,7 +306,7 @@ END;
 DROP TRIGGER IF EXISTS entries_deleted;
 CREATE TRIGGER entries_deleted BEFORE DELETE ON entries BEGIN
   DELETE FROM entries WHERE id IN (WITH RECURSIVE down(id) AS (
-    SELECT entry FROM meta WHERE parent = old.id UNION SELECT m.entry FROM down d JOIN meta m ON m.parent = d.id)
+    SELECT entry FROM meta WHERE parent = old.id UNION SELECT m.entry FROM down d CROSS JOIN meta m ON m.parent = d.id)
     SELECT id FROM down);
 END;
 DROP TRIGGER IF EXISTS entry_gone;
@@ -321,22 +323,22 @@ WHEN EXISTS (SELECT 1 FROM meta WHERE entry = old.parent AND base = 1) BEGIN
   DELETE FROM entries WHERE id IN (WITH RECURSIVE up(id) AS (
     SELECT entry FROM meta m WHERE entry = old.parent AND base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> old.entry)
-    UNION SELECT m.entry FROM up u JOIN meta x ON x.entry = u.id JOIN meta m ON m.entry = x.parent WHERE m.base = 1
+    UNION SELECT m.entry FROM up u CROSS JOIN meta x ON x.entry = u.id CROSS JOIN meta m ON m.entry = x.parent WHERE m.base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> u.id)) SELECT id FROM up);
   DELETE FROM chunks WHERE blob IN (SELECT id FROM blobs WHERE entry IN (WITH RECURSIVE up(id) AS (
     SELECT entry FROM meta m WHERE entry = old.parent AND base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> old.entry)
-    UNION SELECT m.entry FROM up u JOIN meta x ON x.entry = u.id JOIN meta m ON m.entry = x.parent WHERE m.base = 1
+    UNION SELECT m.entry FROM up u CROSS JOIN meta x ON x.entry = u.id CROSS JOIN meta m ON m.entry = x.parent WHERE m.base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> u.id)) SELECT id FROM up));
   DELETE FROM blobs WHERE entry IN (WITH RECURSIVE up(id) AS (
     SELECT entry FROM meta m WHERE entry = old.parent AND base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> old.entry)
-    UNION SELECT m.entry FROM up u JOIN meta x ON x.entry = u.id JOIN meta m ON m.entry = x.parent WHERE m.base = 1
+    UNION SELECT m.entry FROM up u CROSS JOIN meta x ON x.entry = u.id CROSS JOIN meta m ON m.entry = x.parent WHERE m.base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> u.id)) SELECT id FROM up);
   DELETE FROM meta WHERE entry IN (WITH RECURSIVE up(id) AS (
     SELECT entry FROM meta m WHERE entry = old.parent AND base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> old.entry)
-    UNION SELECT m.entry FROM up u JOIN meta x ON x.entry = u.id JOIN meta m ON m.entry = x.parent WHERE m.base = 1
+    UNION SELECT m.entry FROM up u CROSS JOIN meta x ON x.entry = u.id CROSS JOIN meta m ON m.entry = x.parent WHERE m.base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> u.id)) SELECT id FROM up);
 END;
 

@@ -20,7 +20,7 @@ import storekit
 from storekit import state
 
 from kvstore import Store, bkvd, layout, operate
-from kvstore.storage import integrity, policy, queries_chains
+from kvstore.storage import integrity, policy, queries, queries_chains
 from kvstore.storage.queries import signed
 
 Opener = Callable[..., Store]
@@ -317,6 +317,31 @@ def test_window_and_recurrent_states_chain(path: Path, open_store: Opener, name:
         if store.entry(id) is not None:
             served(store, id, main)
     clean(store, path)
+
+
+def test_a_match_looks_at_no_base(path: Path, open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their number: an edited question parts from a conversation whose turns are all bases."""
+    monkeypatch.setattr(policy, "FOLDED_BYTES", 100)
+    store = open_store()
+    said = turns(120)
+    ids = talk(store, said)
+    read: list[int] = []
+    real = queries._token_rows
+
+    def counted(found: Any) -> Any:
+        for row in real(found):
+            read.append(row[0])
+            yield row
+
+    monkeypatch.setattr(queries, "_token_rows", counted)
+    found = store.match([*said[100][0], 5, 5])
+    assert found is not None
+    assert (found.entry.id, found.n_common) == (ids[-1], len(said[100][0]))
+    assert set(read) == {ids[-1]}
+    read.clear()
+    tokens = [*said[100][0], 5, 5]
+    assert store.put(tokens, state(tokens, row=32, layers=1)).parent == ids[100]
+    assert len(read) < 12  # the longest bases alone
 
 
 # -- deleting

@@ -42,7 +42,7 @@ LEFT JOIN meta q ON q.entry = m.parent WHERE b.kind = 'bkvd'"""
         elif not has_part:
             yield unsigned(id), f"its parent {unsigned(parent):016x} has no {part} state"
     sql = f"""WITH RECURSIVE down(id, depth) AS (SELECT entry, 0 FROM meta WHERE parent IS NULL
- UNION ALL SELECT m.entry, d.depth + 1 FROM down d JOIN meta m ON m.parent = d.id WHERE d.depth <= {MAX_DEPTH})
+ UNION ALL SELECT m.entry, d.depth + 1 FROM down d CROSS JOIN meta m ON m.parent = d.id WHERE d.depth <= {MAX_DEPTH})
  SELECT id FROM down WHERE depth > {MAX_DEPTH}"""
     for (id,) in c.execute(sql):
         yield unsigned(id), f"its chain has more than {MAX_DEPTH} entries"

@@ -140,7 +140,7 @@ def delete_staged(c: Connection, blob: int) -> bool:
 def detach_blobs(c: Connection, id: int) -> None:
     """Leaves the blobs of an entry, and of those stored against it, staged by nobody: the entry can go without them."""
     sql = """UPDATE blobs SET entry = NULL, writer = '' WHERE entry IN (WITH RECURSIVE down(id) AS (
- SELECT ?1 UNION SELECT m.entry FROM down d JOIN meta m ON m.parent = d.id) SELECT id FROM down)"""
+ SELECT ?1 UNION SELECT m.entry FROM down d CROSS JOIN meta m ON m.parent = d.id) SELECT id FROM down)"""
     c.execute(sql, (signed(id),))
 
 

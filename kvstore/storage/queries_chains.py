@@ -65,18 +65,18 @@ def has_children(c: Connection, id: int) -> bool:
 
 
 _DOWN = """WITH RECURSIVE down(id) AS (SELECT entry FROM meta WHERE parent = ?1
- UNION SELECT m.entry FROM down d JOIN meta m ON m.parent = d.id)"""
+ UNION SELECT m.entry FROM down d CROSS JOIN meta m ON m.parent = d.id)"""
 
 
 def descendants(c: Connection, id: int) -> list[tuple[int, bool]]:
     """(entry, whether it is a base) of all that is stored against an entry, at any depth."""
-    sql = f"{_DOWN} SELECT d.id, m.base FROM down d JOIN meta m ON m.entry = d.id"
+    sql = f"{_DOWN} SELECT d.id, m.base FROM down d CROSS JOIN meta m ON m.entry = d.id"
     return [(unsigned(r[0]), bool(r[1])) for r in c.execute(sql, (signed(id),))]
 
 
 def entries_below(c: Connection, id: int, fingerprint: int | None, now: int) -> list[Entry]:
     """The live entries that are stored against this one, directly or by others, those with the most tokens first."""
-    sql = f"""{_DOWN} SELECT {ENTRY} FROM down d JOIN meta m ON m.entry = d.id JOIN entries e ON e.id = d.id
+    sql = f"""{_DOWN} SELECT {ENTRY} FROM down d CROSS JOIN meta m ON m.entry = d.id CROSS JOIN entries e ON e.id = d.id
  WHERE m.base = 0 AND (m.expires_at IS NULL OR m.expires_at > ?2) AND (?3 IS NULL OR e.fingerprint = ?3)
  ORDER BY e.n_tokens DESC"""
     return list(readable(c.execute(sql, (signed(id), now, fingerprint))))
@@ -84,7 +84,7 @@ def entries_below(c: Connection, id: int, fingerprint: int | None, now: int) -> 
 
 def has_live_descendants(c: Connection, id: int, now: int) -> bool:
     """Whether a live entry is stored against this one, at any depth."""
-    sql = f"""{_DOWN} SELECT 1 FROM down d JOIN meta m ON m.entry = d.id
+    sql = f"""{_DOWN} SELECT 1 FROM down d CROSS JOIN meta m ON m.entry = d.id
  WHERE m.base = 0 AND (m.expires_at IS NULL OR m.expires_at > ?2) LIMIT 1"""
     return c.execute(sql, (signed(id), now)).fetchone() is not None
 
