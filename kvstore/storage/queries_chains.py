@@ -1,7 +1,7 @@
 """The SQL of chains: what an entry is stored against, at any depth, and what is stored against it.
 
-Each walk is one bounded query. A parent has fewer tokens than its child, or is whole (files of version 1 have such ones): no walk
-goes on where a row says otherwise, so none goes in a circle.
+Each walk is one bounded query. A parent has fewer tokens than its child, or is whole (files of version 1 have such ones): no
+walk goes on where a row says otherwise, so none goes in a circle.
 """
 
 from __future__ import annotations

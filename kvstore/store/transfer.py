@@ -117,9 +117,14 @@ def restore(core: StoreCore, item: Exported) -> Entry | None:
             base=item.base,
         ),
     )
-    with target.transaction() as (c, _):
+    return entry if item.base else _as_it_was(target, entry, block, used)
+
+
+def _as_it_was(core: StoreCore, entry: Entry, block: MetaBlock, used: list[Entry]) -> Entry:
+    """Gives a restored entry its times and uses; `used` are the entries that it is stored against, as they were before."""
+    with core.transaction() as (c, _):
         found = queries.entry(c, entry.id, None)
-        if found is None or item.base:
+        if found is None:
             return entry
         restored = replace(
             found,

@@ -276,7 +276,7 @@ def _look(
         of_parent = _right_states(c, links[1:]) if needed else {}
     problems: list[Problem] = []
     states: dict[str, Bytes] = {}
-    # Where the state of a base is wrong, which nobody gets, the bytes that this one copies may be right: it is read as by a get.
+    # Where the state of a base is wrong, which nobody gets, the bytes that this one copies may be right: a get reads those.
     past = any(row.kind == "bkvd" and row.part not in (of_parent or {}) for row in rows)
     composed = _composed(c, id, links) if past and len(links) > 1 and queries_chains.is_base(c, links[1].id) else {}
     for row in rows:

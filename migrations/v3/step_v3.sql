@@ -149,7 +149,8 @@ CREATE TRIGGER entry_gone AFTER DELETE ON entries BEGIN
   DELETE FROM meta WHERE entry = old.id;
 END;
 CREATE TRIGGER bases_gone AFTER DELETE ON meta
-WHEN EXISTS (SELECT 1 FROM meta WHERE entry = old.parent AND base = 1) BEGIN
+WHEN EXISTS (SELECT 1 FROM meta WHERE entry = old.parent AND base = 1)
+  AND NOT EXISTS (SELECT 1 FROM entries WHERE id = old.entry) BEGIN
   DELETE FROM entries WHERE id IN (WITH RECURSIVE up(id) AS (
     SELECT entry FROM meta m WHERE entry = old.parent AND base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> old.entry)
