@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from .errors import CorruptStoreError, InvalidInputError, KVStoreError, NotAStoreError, NotFoundError, StoreIOError
@@ -27,7 +27,7 @@ from .util.validate import U64, check_id, check_int, choice
 
 __all__ = [
     "Exported", "Salvaged", "backup", "descendants", "export", "families",
-    "find", "fingerprint", "head", "lineage", "listing", "parents", "repair",
+    "find", "fingerprint", "head", "lineage", "listed_parents", "listing", "parents", "repair",
     "restore", "salvage", "verify", "wipe",
 ]  # fmt: skip
 
@@ -223,6 +223,18 @@ def parents(store: Store) -> Iterator[Entry]:
         after = ids[-1]
 
 
+def listed_parents(store: Store, entries: Iterable[Entry]) -> dict[int, int]:
+    """By id of an entry, the nearest entry that it is stored against; the bases between them are passed over."""
+    store.flush()
+    found: dict[int, int] = {}
+    with store._core.db.read() as c:
+        for entry in entries:
+            parent = None if entry.parent is None else queries_chains.listed_parent(c, entry.id)
+            if parent is not None:
+                found[entry.id] = parent
+    return found
+
+
 def lineage(store: Store, id: int) -> list[Entry]:
     """An entry or base with all that it is stored against, bases too, the whole one first; empty if there is none."""
     store.flush()
@@ -242,8 +254,11 @@ def descendants(store: Store, id: int) -> list[Entry]:
     return [core.with_uses(entry) for entry in found]
 
 
-def find(store: Store, start: str, limit: int = 100) -> list[Entry]:
-    """Up to `limit` entries whose hex id begins with `start` (1 to 16 digits), in the order of ids."""
+def find(store: Store, start: str, limit: int = 100, *, bases: bool | None = False) -> list[Entry]:
+    """Up to `limit` entries whose hex id begins with `start` (1 to 16 digits), in the order of ids.
+
+    bases: as `listing` takes it.
+    """
     if not re.fullmatch("[0-9a-fA-F]{1,16}", start):
         raise InvalidInputError(f"{start!r} is not the start of an id", hint="ids are 1 to 16 hex digits")
     store.flush()
@@ -251,7 +266,8 @@ def find(store: Store, start: str, limit: int = 100) -> list[Entry]:
     low, high = int(start.ljust(16, "0"), 16), int(start.ljust(16, "f"), 16)
     with core.db.read() as c:
         # The first digit contains the sign bit, so all ids of the range have the same sign.
-        wanted = queries_lists.Filter(fingerprint=core.scope(c), ids=(queries.signed(low), queries.signed(high)))
+        ids = queries.signed(low), queries.signed(high)
+        wanted = queries_lists.Filter(fingerprint=core.scope(c), ids=ids, base=bases)
         found, _ = queries_lists.page(c, wanted, queries_lists.FIRST, check_int(limit, "limit", 1), core.now())
     return [core.with_uses(entry) for entry in found]
 

@@ -12,6 +12,7 @@ import pytest
 from chainkit import START, Opener, clean_but_swept, held, listed, parents, rows, shape, talk, tree, turns
 
 from kvstore import operate
+from kvstore.engines.proxy import pages
 
 
 def test_exports_take_the_bases_with_them(path: Path, open_store: Opener) -> None:
@@ -128,3 +129,31 @@ def test_rm_sees_what_is_stored_against_an_entry_at_any_depth(path: Path, open_s
         assert held(store, path, names) == {"root", "base", "branch"}
     command("rm", str(path), ids["root"], "--children", "drop", "--yes")
     assert parents(path) == {}
+
+
+def test_show_and_the_page_of_the_proxy_know_bases(path: Path, open_store: Opener) -> None:
+    with open_store() as store:
+        names = {name: f"{id:016x}" for name, (id, _) in tree(store).items()}
+        found = pages.tree(
+            entries := list(operate.listing(store)), private=False, parents=operate.listed_parents(store, entries)
+        )
+    facts = json.loads(command("show", str(path), names["base"], "--json"))
+    assert (facts["base"], set(facts["children"])) == (True, {names["leaf"], names["branch"]})
+    assert "base, kept for its children" in command("show", str(path), names["base"])
+    assert "base" not in json.loads(command("show", str(path), names["leaf"], "--json"))
+    (root,) = found
+    (middle,) = root["children"]
+    assert (root["id"], middle["id"]) == (names["root"], names["middle"])
+    assert {child["id"] for child in middle["children"]} == {names["leaf"], names["branch"]}
+
+
+def test_the_page_of_the_proxy_nests_only_so_deep(open_store: Opener) -> None:
+    store = open_store()
+    talk(store, turns(100), entry_class="pinned")
+    (node,) = pages.tree(operate.listing(store), private=False)
+    depth = n = 1
+    while node["children"]:
+        n += len(node["children"])
+        node = max(node["children"], key=lambda child: len(child["children"]))
+        depth += 1
+    assert (depth, n) == (pages.LEVELS + 2, 100)

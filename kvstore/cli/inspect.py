@@ -153,9 +153,10 @@ def _watch(
 @click.option("--layout", "with_layout", is_flag=True, help="Also read the state and show its layout.")
 @click.option("--tokens", "with_tokens", is_flag=True, help="Also show its tokens.")
 def show(store: str, key_file: str | None, as_json: bool, id: str, with_layout: bool, with_tokens: bool) -> None:
-    """Show everything that the store knows about an entry."""
+    """Show everything that the store knows about an entry, or about a base (see `kvstore ls --all`)."""
     with base.open_store(store, key_file) as opened:
-        (entry,) = base.find(opened, [id])
+        (entry,) = base.find(opened, [id], bases=None)
+        is_base = opened.entry(entry.id) is None
         fingerprint, head = operate.fingerprint(opened, entry.id), operate.head(opened, entry.id)
         children = [e.hex_id for e in operate.descendants(opened, entry.id)]
         item = operate.export(opened, entry.id) if with_layout or with_tokens else None
@@ -170,6 +171,7 @@ def show(store: str, key_file: str | None, as_json: bool, id: str, with_layout: 
         "fingerprint": fingerprint,
         "file": came,
         "children": children,
+        **({"base": True} if is_base else {}),
     }
     if item is not None and with_tokens:
         facts["tokens"] = item.tokens.tolist()
@@ -186,7 +188,7 @@ def show(store: str, key_file: str | None, as_json: bool, id: str, with_layout: 
     rows = [
         ("id", entry.hex_id),
         ("tokens", f"{entry.n_tokens:,}" + (f", {output.plural(entry.n_images, 'image')}" if entry.n_images else "")),
-        ("class", f"{entry.entry_class} (by {entry.source})"),
+        ("class", "base, kept for its children" if is_base else f"{entry.entry_class} (by {entry.source})"),
         ("size", f"{output.mib(entry.size)} MiB"),
         ("stored", f"{output.mib(entry.stored)} MiB" + (f", {output.mib(saved)} shared" if entry.parent else ", whole")),
         ("parent", "-" if entry.parent is None else f"{entry.parent:016x}"),

@@ -98,6 +98,17 @@ def _listed_ancestors(c: Connection, id: int) -> list[int]:
     return list(dict.fromkeys(r[0] for r in c.execute(sql, (signed(id),))))
 
 
+def listed_parent(c: Connection, id: int) -> int | None:
+    """The nearest entry that an entry is stored against, with bases between them passed over."""
+    sql = f"""WITH RECURSIVE up(id, base, depth) AS (
+ SELECT p.entry, p.base, 1 FROM meta m CROSS JOIN meta p ON p.entry = m.parent WHERE m.entry = ?1
+ UNION ALL SELECT p.entry, p.base, u.depth + 1 FROM up u CROSS JOIN meta m ON m.entry = u.id
+ CROSS JOIN meta p ON p.entry = m.parent WHERE u.base = 1 AND u.depth < {MAX_DEPTH})
+ SELECT id FROM up WHERE base = 0 LIMIT 1"""
+    row = c.execute(sql, (signed(id),)).fetchone()
+    return None if row is None else unsigned(row[0])
+
+
 def touch(c: Connection, id: int, hits: int, used: int) -> None:
     """Counts uses of an entry. All that it is stored against counts as used with it, and stands behind it in the order of
     eviction; bases have no place in that order."""

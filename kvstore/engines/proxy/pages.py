@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import resources
+from itertools import islice
 from typing import Any, TypeAlias
 
 from starlette.requests import Request
@@ -36,22 +37,23 @@ _HEADERS = {
 }
 
 
-def tree(entries: Iterable[Entry], *, private: bool) -> list[dict[str, Any]]:
-    """Entries below the prefix that they are stored against, largest family first; excerpts only if `private`."""
+def tree(entries: Iterable[Entry], *, private: bool, parents: Mapping[int, int] | None = None) -> list[dict[str, Any]]:
+    """Entries below the prefix that they are stored against, largest family first; excerpts only if `private`.
+
+    parents: what each stands below, by id; without it, the entry that it is stored against.
+    """
     nodes: dict[int, dict[str, Any]] = {}
-    parents: dict[int, int | None] = {}
+    entries = list(islice(entries, SHOWN))
+    above = {e.id: e.parent for e in entries if e.parent is not None} if parents is None else parents
     for entry in entries:
         node = entry.as_dict()
         node["excerpt"] = printable(clean_excerpt(entry.excerpt)) if private else None
         nodes[entry.id] = {**node, "children": []}
-        parents[entry.id] = entry.parent
-        if len(nodes) >= SHOWN:
-            break
     roots: list[dict[str, Any]] = []
     levels: dict[int, int] = {}
     under: dict[int, int] = {}
     for id, node in sorted(nodes.items(), key=lambda item: int(item[1]["n_tokens"])):  # parents first
-        parent = parents[id]
+        parent = above.get(id)
         if parent is None or parent not in levels:
             levels[id] = 0
             roots.append(node)
@@ -94,7 +96,8 @@ class Pages:
             return None, []
 
         def read(store: Store) -> _Shown:
-            return store.stats(), tree(operate.listing(store, order="used", limit=SHOWN), private=self.private)
+            entries = list(operate.listing(store, order="used", limit=SHOWN))
+            return store.stats(), tree(entries, private=self.private, parents=operate.listed_parents(store, entries))
 
         try:
             return await self.link.run_page(read, store)
