@@ -156,4 +156,4 @@ def test_the_page_of_the_proxy_nests_only_so_deep(open_store: Opener) -> None:
         n += len(node["children"])
         node = max(node["children"], key=lambda child: len(child["children"]))
         depth += 1
-    assert (depth, n) == (pages.LEVELS + 2, 100)
+    assert (depth, n) == (pages.LEVELS + 1, 100)
