@@ -16,7 +16,7 @@ ARCHITECTURE = (ROOT.parent / "ARCHITECTURE.md").read_text(encoding="utf-8")
 FLOORS: list[set[str]] = [
     {"errors", "native", "types"},
     {"util"},
-    {"bkvd", "layout", "meta", "slotfile"},
+    {"bkvd", "bkvd_chain", "bkvd_format", "layout", "meta", "slotfile"},
     {"storage", "migrations"},
     {"store"},
     {"operate"},
@@ -31,7 +31,7 @@ ALONE = {
     "aiohttp": {"engines.proxy.http_client"},
     "apsw": {"storage.sqlite"},
     "cffi": {"native.build"},
-    "kvstore._native": {"bkvd"},
+    "kvstore._native": {"bkvd", "bkvd_chain", "bkvd_format"},
     "xxhash": {"util.hashing"},
 }
 

@@ -116,7 +116,8 @@ def rows(path: Path, sql: str) -> list[tuple[object, ...]]:
 def test_version_2_is_upgraded_in_place_and_no_state_is_written(path: Path) -> None:
     tables = [
         "SELECT id, entry, part, kind, size, stored, digest, writer FROM blobs", "SELECT id, blob, seq, data FROM chunks",
-        "SELECT id, fingerprint, cut_any, n_tokens, tokens, head FROM entries", "SELECT rootpage FROM sqlite_schema WHERE name = 'chunks'",
+        "SELECT id, fingerprint, cut_any, n_tokens, tokens, head FROM entries",
+        "SELECT rootpage FROM sqlite_schema WHERE name = 'chunks'",
     ]  # fmt: skip
     before = [rows(second(path), sql) for sql in tables]
     inode = path.stat().st_ino

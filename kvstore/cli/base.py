@@ -176,13 +176,17 @@ def open_store(path: str, key_file: str | None = None, *, create: bool = False, 
     return Store(path, readonly=readonly, cache_ram_mib=more.pop("cache_ram_mib", 0), key=key_of(key_file), **more)
 
 
-def find(store: Store, wanted: Sequence[str]) -> list[Entry]:
-    """The entries with these ids, which may be shortened to a unique prefix. Raises NotFoundError, InvalidInputError."""
+def find(store: Store, wanted: Sequence[str], *, bases: bool | None = False) -> list[Entry]:
+    """The entries with these ids, which may be shortened to a unique prefix. Raises NotFoundError, InvalidInputError.
+
+    bases: as `operate.listing` takes it.
+    """
     prefixes = [w.lower() for w in wanted]
     for text in prefixes:
         if not re.fullmatch("[0-9a-f]{1,16}", text):
             raise InvalidInputError(f"{text!r} is not an id", hint="ids are 1 to 16 hex digits: see `kvstore ls`")
-    return [_only(prefix, operate.find(store, prefix, MAX_COUNTED + 1)) for prefix in dict.fromkeys(prefixes)]
+    found = ((prefix, operate.find(store, prefix, MAX_COUNTED + 1, bases=bases)) for prefix in dict.fromkeys(prefixes))
+    return [_only(prefix, entries) for prefix, entries in found]
 
 
 def _only(prefix: str, found: list[Entry]) -> Entry:

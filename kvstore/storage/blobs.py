@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -28,6 +28,71 @@ def log_bytes(n: int) -> int:
     return n + n // 64 + (1 << 20)
 
 
+def _checked(
+    c: Connection, blob: BlobRow, chunks: list[tuple[int, int, int]] | None = None
+) -> list[tuple[int, int, int]]:
+    """The (rowid, seq, bytes) of a blob's chunks, in order. Raises UnreadableBlob where they do not add up."""
+    if chunks is None:
+        chunks = queries_blobs.chunk_sizes(c, blob.id)
+    if [seq for _, seq, _ in chunks] != list(range(len(chunks))) or sum(n for _, _, n in chunks) != blob.stored:
+        raise UnreadableBlob(f"has {sum(n for _, _, n in chunks)} of {blob.stored} bytes in {len(chunks)} chunks")
+    return chunks
+
+
+PIECE_BYTES = 1 << 20  # of a blob that is read piece by piece: about a chunk, so that the buffer stays in the cache
+
+
+def pieces(
+    c: Connection, blob: BlobRow, room: Callable[[], Bytes], chunks: list[tuple[int, int, int]] | None = None
+) -> Iterator[Bytes]:
+    """The stored bytes of a blob, piece by piece, each in a buffer of PIECE_BYTES that `room` gives; `chunks` as in `read`.
+
+    No piece but the last is smaller than a delta's header. Raises UnreadableBlob as `read` does.
+    """
+    chunks = _checked(c, blob, chunks)
+    buffer = room()
+    filled, left = 0, blob.stored
+    handle = None
+    try:
+        for rowid, _, n in chunks:
+            at = 0
+            while at < n:
+                if handle is None:
+                    handle = c.blob_open("main", "chunks", "data", rowid, False)
+                elif at == 0:
+                    handle.reopen(rowid)
+                take = min(n - at, buffer.size - filled)
+                handle.read_into(buffer.data, filled, take)
+                at, filled = at + take, filled + take
+                left -= take
+                if filled == buffer.size:
+                    yield buffer
+                    filled = 0
+                    if left:
+                        buffer = room()
+        if filled:
+            yield buffer[:filled]
+    finally:
+        if handle is not None:
+            handle.close(True)
+
+
+def ends(c: Connection, blob: BlobRow, n: int) -> Bytes:
+    """The first n bytes of a blob and its last n, of at least 2 * n. Raises UnreadableBlob as `read` does."""
+    chunks = _checked(c, blob)
+    out = np.empty(2 * n, np.uint8)
+    start = 0
+    for rowid, _, size in chunks:
+        for low, to in ((0, 0), (blob.stored - n, n)):
+            first, last = max(start, low), min(start + size, low + n)
+            if first < last:
+                with c.blob_open("main", "chunks", "data", rowid, False) as handle:
+                    handle.seek(first - start)
+                    handle.read_into(out.data, to + first - low, last - first)
+        start += size
+    return out
+
+
 def read(
     c: Connection,
     blob: BlobRow,
@@ -41,10 +106,7 @@ def read(
 
     Raises UnreadableBlob where chunks are missing or their sizes do not add up; nothing is allocated before that is known.
     """
-    if chunks is None:
-        chunks = queries_blobs.chunk_sizes(c, blob.id)
-    if [seq for _, seq, _ in chunks] != list(range(len(chunks))) or sum(n for _, _, n in chunks) != blob.stored:
-        raise UnreadableBlob(f"has {sum(n for _, _, n in chunks)} of {blob.stored} bytes in {len(chunks)} chunks")
+    chunks = _checked(c, blob, chunks)
     if out is None:
         out = np.empty(blob.stored, np.uint8)
     at = 0

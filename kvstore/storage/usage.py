@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-from . import queries
+from . import queries, queries_chains
 from .db import Connection
 
 
@@ -68,6 +68,6 @@ def write(c: Connection, taken: tuple[dict[int, tuple[int, int]], Counter[str]])
     for id, (hits, used) in uses.items():
         if hits:
             queries.count_reuse(c, id)
-        queries.touch(c, id, hits, used)
+        queries_chains.touch(c, id, hits, used)
     for name, by in counts.items():
         queries.count(c, name, by)

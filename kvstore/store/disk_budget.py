@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from ..errors import BusyError, DiskFullError, InvalidInputError, OverBudgetError
 from ..storage import geometry, policy, queries, queries_blobs
@@ -19,7 +19,19 @@ from ..storage.disk import free_bytes
 from ..types import Entry
 
 EVICTED_PER_STEP = 64  # by one transaction that prunes: others get their turn in between
-Dropped: TypeAlias = list[tuple[Entry, str]]
+
+
+class Dropped(list[tuple[Entry, str]]):
+    """What a transaction drops: entries, each with the reason.
+
+    `bases` are the ids of bases that go with them. `kept` are entries that are entries no more, but stay as bases of others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bases: list[int] = []
+        self.kept: list[tuple[Entry, str]] = []
+
 
 
 class Core(Protocol):
@@ -132,7 +144,7 @@ class DiskBudget:
                 _, pages, free = queries_blobs.pages(c)
                 if pages + max(0, need - free) <= most:
                     return
-                kept = None if protect is None else queries.entry(c, protect, None)
+                kept = None if protect is None else queries.entry(c, protect, None, bases=True)
             least = geometry.BASE_PAGES + (0 if kept is None else self._pages(kept.stored))
             self._refuse(least + need - most)
             try:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from ..errors import BusyError, DiskFullError, KVStoreError
-from ..storage import blobs, geometry, policy, queries, queries_blobs, writers
+from ..storage import blobs, geometry, policy, queries, queries_blobs, queries_chains, queries_maintenance, writers
 from ..storage.db import Connection
 from ..storage.disk import free_bytes
+from ..storage.entry_reader import Damaged
 from ..types import Entry, hex_id
 from . import entry_codec
 from .core import TRIES, StoreCore
@@ -34,10 +35,12 @@ def put(
     """Stores a request. `owned` arrays may be kept; `release` is called just before the RAM layer takes them."""
     with core.counted_put(), core.workers.lend():
         request.digests.begin(core.workers)
+        request.samples.begin(core.workers)
         try:
             return core.past_damage(_put, core, request, owned, release)
         finally:
             request.digests.cancel()
+            request.samples.cancel()
 
 
 def _put(core: StoreCore, request: PutRequest, owned: bool, release: Callable[[], None] | None) -> Entry:
@@ -45,6 +48,8 @@ def _put(core: StoreCore, request: PutRequest, owned: bool, release: Callable[[]
     made_room = False
     for _ in range(TRIES):
         plan = make_plan(core, request, owned=owned)
+        if plan.identical is not None and request.base:
+            return plan.identical
         if plan.identical is not None:
             refreshed = _refresh(core, plan.identical, request)
             if refreshed is not None:
@@ -93,7 +98,7 @@ def _finish(
 
 def log_shared(entry: Entry, n_tokens: int, base: int, started: float) -> None:
     log.info(
-        "shared %s: %d tokens, %d of them from learned prefix %s, %.1f MiB instead of %.1f MiB, %.3f s",
+        "shared %s: %d tokens, %d of them from %s, %.1f MiB instead of %.1f MiB, %.3f s",
         entry.hex_id, entry.n_tokens, n_tokens, hex_id(base), entry.stored / policy.MIB, entry.size / policy.MIB,
         time.perf_counter() - started,
     )  # fmt: skip
@@ -102,18 +107,14 @@ def log_shared(entry: Entry, n_tokens: int, base: int, started: float) -> None:
 def _refresh(core: StoreCore, same: Entry, request: PutRequest) -> Entry | None:
     """A put of an entry that is already stored: only its meta changes. None if the entry was dropped meanwhile."""
     now = core.now()
-    new = request.entry_class, request.source
-    # A delta that becomes learned becomes whole.
-    learned = policy.merged_class((same.entry_class, same.source), new)[0] == "learned"
-    grown = same.size if learned and same.parent is not None else 0
-    with core.budget.reserve(grown, grown, same.id) if grown else core.transaction() as (c, _):
+    with core.transaction() as (c, _):
         found = queries.entry(c, same.id, None)
-        if found is None or (found.parent is not None and learned and not grown):
+        if found is None:
             return None
+        new = request.entry_class, request.source
         entry_class, source = policy.merged_class((found.entry_class, found.source), new)
         if entry_class == "learned" and found.parent is not None:
-            whole = entry_codec.encode_entry(core.reader, request.states, request.digests, None, 0)
-            found = replace_parts(c, found, whole.parts, None)
+            found = _mended(core, c, found, request)
         entry = dataclasses.replace(
             request.entry(now, found.stored, found.parent),
             id=found.id,
@@ -123,9 +124,20 @@ def _refresh(core: StoreCore, same: Entry, request: PutRequest) -> Entry | None:
             created_at=found.created_at,
         )
         queries.update_meta(c, entry)
-        queries.touch(c, entry.id, 0, entry.last_used)
+        queries_chains.touch(c, entry.id, 0, entry.last_used)
         if request.head != queries.head(c, entry.id):
             queries.set_head(c, entry.id, request.head)
+    return entry
+
+
+def _mended(core: StoreCore, c: Connection, entry: Entry, request: PutRequest) -> Entry:
+    """A delta that others will be stored against: where its bytes are damaged, it is stored whole from those of the put."""
+    try:
+        core.reader.read(c, entry)
+    except Damaged as error:
+        log.warning("entry %s is written anew: %s", entry.hex_id, error.reason)
+        whole = entry_codec.encode_entry(core.reader, request.states, request.digests, request.samples, None, 0)
+        return replace_parts(c, entry, whole.parts, None)
     return entry
 
 
@@ -233,32 +245,68 @@ def _publish(
     if not plan.still_valid(c, found):
         raise StalePlan
     entry = request.entry(core.now(), encoded.stored, plan.base_id)
-    entry = _replace(core, c, entry, found, dropped)
+    if request.base:
+        _insert(c, plan, encoded, staged, entry, fingerprint)
+        queries_chains.set_base(c, entry.id, True)
+        queries_maintenance.mark_unswept(c)  # it goes where nothing comes that needs it
+        return entry, queries_blobs.version(c, entry.id)
+    entry = _with_class(core, entry, found)
+    with _same_id_dropped(core, c, plan, entry, found, dropped):
+        _insert(c, plan, encoded, staged, entry, fingerprint)
+    # What the new one replaces and contains goes after it came: it may be stored against one of them, or need the same base.
+    for id, _ in found.same:
+        if id != entry.id:
+            core.retire(c, id, "replaced", dropped)
     for id in found.contained(core, c, request):
-        core.drop(c, id, "contained", dropped)
-    cuts = request.cuts
-    queries.insert_entry(c, entry, fingerprint, request.key, cuts.any, request.head)
-    if not cuts.any:
-        queries.insert_cuts(c, entry.id, fingerprint, request.key, cuts.counts)
-    for blob, part in zip(staged, encoded.parts, strict=True):
-        if not queries_blobs.finish_blob(c, blob, entry.id, part.digest):
-            raise StalePlan
+        core.retire(c, id, "contained", dropped)
     if entry.parent is not None:
-        queries.touch(c, entry.id, 0, entry.last_used)
+        queries_chains.touch(c, entry.id, 0, entry.last_used)
     queries.count_family(c, entry.family, 1, 0)
     queries.set_family_flags(c, entry.id, True, False)
     return entry, queries_blobs.version(c, entry.id)
 
 
-def _replace(core: StoreCore, c: Connection, entry: Entry, found: Findings, dropped: Dropped) -> Entry:
-    """Drops the entries of the same tokens, whose children stay; the new entry, of the class that it takes from them."""
-    for id, old in found.same:
-        if old is not None:
-            if not core.is_expired(old):
-                entry_class, source = policy.merged_class(
-                    (old.entry_class, old.source), (entry.entry_class, entry.source)
-                )
-                entry = dataclasses.replace(entry, entry_class=entry_class, source=source)
-            keep_children(core, c, queries.children(c, id), dropped, entry.stored)
-        core.drop(c, id, "replaced", dropped)
+def _insert(
+    c: Connection, plan: PutPlan, encoded: Encoded, staged: list[int], entry: Entry, fingerprint: int
+) -> None:
+    """Writes the rows of a new entry, and gives it its blobs. Raises StalePlan where one is gone."""
+    request, cuts = plan.request, plan.request.cuts
+    queries.insert_entry(c, entry, fingerprint, request.key, cuts.any, request.head)
+    if not cuts.any:
+        queries.insert_cuts(c, entry.id, fingerprint, request.key, cuts.counts)
+    for blob, part in zip(staged, encoded.parts, strict=True):
+        if not queries_blobs.finish_blob(c, blob, entry.id, part.digest, part.sample):
+            raise StalePlan
+    if plan.base is not None:
+        plan.base.record_samples(c)
+
+
+def _with_class(core: StoreCore, entry: Entry, found: Findings) -> Entry:
+    """The new entry, of the class that it takes from those of the same tokens."""
+    for _, old in found.same:
+        if old is not None and not core.is_expired(old):
+            entry_class, source = policy.merged_class((old.entry_class, old.source), (entry.entry_class, entry.source))
+            entry = dataclasses.replace(entry, entry_class=entry_class, source=source)
     return entry
+
+
+@contextmanager
+def _same_id_dropped(
+    core: StoreCore, c: Connection, plan: PutPlan, entry: Entry, found: Findings, dropped: Dropped
+) -> Iterator[None]:
+    """Drops an entry of the same tokens and the very id of the new one; what is stored against it stays without it.
+
+    The base of the new entry stays too, even if it was only there for the one that goes.
+    """
+    if all(id != entry.id for id, _ in found.same):
+        yield
+        return
+    base = plan.base_id
+    held = base is not None and queries_chains.is_base(c, base)
+    if base is not None and held:
+        queries_chains.set_base(c, base, False)
+    keep_children(core, c, queries_chains.children(c, entry.id), dropped, entry.stored)
+    core.drop(c, entry.id, "replaced", dropped)
+    yield
+    if base is not None and held:
+        queries_chains.set_base(c, base, True)

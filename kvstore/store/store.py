@@ -310,8 +310,8 @@ class Store:
     def delete(self, id: EntryId, *, children: str = "resident") -> list[int]:
         """Deletes an entry; returns the ids of all entries that were deleted.
 
-        children: which of the entries stored as deltas against it stay, rebuilt whole: "resident" those that the RAM layer
-        holds, "keep" all of them, "drop" none. The others are deleted with it.
+        children: what becomes of the entries stored against it: "resident" keeps those that the RAM layer holds, "keep"
+        all of them (both are stored without it first), "drop" none, at any depth.
         """
         choice(children, ("resident", "keep", "drop"), "value of children")
         with self._settled():
@@ -395,6 +395,8 @@ class Store:
             upkeep_failures=0 if self._maintenance is None else self._maintenance.failures,
             n_families=n_families,
             families=tuple(families),
+            bases=totals[queries.BASE].entries,
+            base_bytes=totals[queries.BASE].stored,
         )
 
     def verify(self) -> list[check.Problem]:
