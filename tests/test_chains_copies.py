@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from chainkit import START, Opener, clean_but_swept, held, listed, parents, rows, shape, talk, tree, turns
+from chainkit import START, Opener, clean_but_swept, held, in_program, listed, parents, rows, shape, talk, tree, turns
 
 from kvstore import operate
 from kvstore.engines.proxy import pages
+from kvstore.storage.queries import signed
 
 
 def test_exports_take_the_bases_with_them(path: Path, open_store: Opener) -> None:
@@ -157,3 +158,18 @@ def test_the_page_of_the_proxy_nests_only_so_deep(open_store: Opener) -> None:
         node = max(node["children"], key=lambda child: len(child["children"]))
         depth += 1
     assert (depth, n) == (pages.LEVELS + 1, 100)
+
+
+def test_salvage_leaves_no_base_whose_entries_are_lost(path: Path, open_store: Opener) -> None:
+    with open_store() as store:
+        ids = talk(store, turns(6))
+        other = talk(store, turns(4, start=[4000, *START]))
+    sql = "UPDATE chunks SET data = zeroblob(length(data)) WHERE blob = (SELECT id FROM blobs WHERE entry = {})"
+    in_program(path, sql.format(signed(ids[-1])))
+    new = path.with_name("salvaged")
+    found = operate.salvage(path, new)
+    assert found.entries == (other[-1],)
+    assert {p.entry for p in found.lost} == {ids[-1]}
+    assert set(parents(new)) == set(other)
+    with open_store(new) as store:
+        assert store.verify() == []

@@ -180,6 +180,8 @@ def salvage(source: Lenient, target: StoreCore, progress: Progress | None = None
         done += n_bytes
         if progress is not None:
             progress(done, total)
+    with target.db.write() as c:
+        queries_upkeep.delete_orphans(c)  # bases whose entries are lost
     return Salvaged(tuple(saved), tuple(lost))
 
 
