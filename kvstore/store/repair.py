@@ -181,7 +181,7 @@ def salvage(source: Lenient, target: StoreCore, progress: Progress | None = None
         if progress is not None:
             progress(done, total)
     with target.db.write() as c:
-        queries_upkeep.delete_orphans(c)  # bases whose entries are lost
+        queries_maintenance.delete_orphans(c)  # bases whose entries are lost
     return Salvaged(tuple(saved), tuple(lost))
 
 
