@@ -31,8 +31,8 @@ class ChainDecoder:
     repeats than it leaves ranges. An op has at least 9 bytes.
 
     `size` is a claim: the output is allocated once the ops of the leaf are known to add up to it, or a 64th of it has been
-    read. Until     then the bytes of the leaf are held. After an error the decoder is of no further use. One thread at a time may
-    use it.
+    read. Until then the bytes of the leaf are held. After an error the decoder is of no further use. One thread at a time
+    may use it.
     """
 
     def __init__(self, size: int) -> None:
