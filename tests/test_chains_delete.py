@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import storekit
 from chainkit import START, Opener, clean, held, in_program, parents, rows, served, talk, tree, turns
+from storekit import state
 
 from kvstore import bkvd, operate
 from kvstore.storage import integrity, policy, queries, queries_chains
@@ -202,6 +204,30 @@ def test_conversations_are_evicted_one_by_one(path: Path, open_store: Opener) ->
         assert rows(path, "SELECT count(*) FROM entries") == [(before,)]
     ids = list(last)
     assert order == [*ids[1:], oldest]
+
+
+def test_the_base_of_a_put_outlives_the_entry_that_goes_for_its_room(path: Path, open_store: Opener) -> None:
+    store = open_store(cache_ram_mib=0)
+    said = turns(6)
+    ids = talk(store, said)
+    tokens = [*said[3][0], 5, 6]
+    real = store._core.budget.reserve
+
+    def reserve(need: int, log: int, protect: int | None, **options: Any) -> Any:
+        assert protect == ids[3]
+        with store._core.transaction() as (c, dropped):
+            assert store._core.budget._evict(c, dropped, 0, -1000, protect) > 0
+        return real(need, log, protect, **options)
+
+    store._core.budget.reserve = reserve  # type: ignore[method-assign]
+    entry = store.put(tokens, state(tokens, row=32, layers=1))
+    assert entry.parent == ids[3]
+    assert [e.id for e in store.entries()] == [entry.id]
+    assert parents(path) == {
+        ids[0]: (None, 1), ids[1]: (ids[0], 1), ids[2]: (ids[1], 1), ids[3]: (ids[2], 1), entry.id: (ids[3], 0)
+    }  # fmt: skip
+    served(store, entry.id, state(tokens, row=32, layers=1))
+    clean(store, path)
 
 
 def test_rows_that_name_each_other_hang_nothing(path: Path, open_store: Opener) -> None:

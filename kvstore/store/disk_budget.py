@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from ..errors import BusyError, DiskFullError, InvalidInputError, OverBudgetError
-from ..storage import geometry, policy, queries, queries_blobs
+from ..storage import geometry, policy, queries, queries_blobs, queries_chains
 from ..storage.db import Connection, Database
 from ..storage.disk import free_bytes
 from ..types import Entry
@@ -164,6 +164,8 @@ class DiskBudget:
             if victim is None:
                 missing = pages - free + need - most
                 break
+            if protect is not None and protect in queries_chains.needed_by_it_alone(c, victim):
+                queries_chains.set_base(c, protect, False)  # a base that a put needs would go with its last entry
             self._core.drop(c, victim, "disk_budget", dropped)
             evictions -= 1
             _, pages, free = queries_blobs.pages(c)

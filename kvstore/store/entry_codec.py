@@ -45,7 +45,7 @@ class Part:
 class Base:
     """The entry that something is stored against, in the version that was read; `links` is its chain, itself first.
 
-    `states` and `samples` are by part.
+    `states` and `samples` are by part. was_base: it was one when it was read.
     """
 
     id: int
@@ -53,6 +53,7 @@ class Base:
     links: Sequence[Link]
     states: Mapping[str, Bytes]
     samples: Mapping[str, int]
+    was_base: bool = False
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -91,7 +92,7 @@ def load_base(reader: EntryReader, c: Connection, id: int, n_tokens: int) -> Bas
         }
     except CorruptStoreError:
         return None
-    return Base(id, n_tokens, links, states, samples)
+    return Base(id, n_tokens, links, states, samples, queries_chains.is_base(c, id))
 
 
 def encode_entry(

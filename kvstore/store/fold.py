@@ -41,8 +41,10 @@ def folded(core: StoreCore, plan: P, base: Base, encoded: Encoded) -> tuple[P, E
             if shorter is None:
                 break
             child, encoded = base.id, shorter
-            base = Base(base.links[1].id, base.links[1].n_tokens, base.links[1:], {}, {})
-    return replace(plan, base=base), encoded  # type: ignore[type-var]
+            above = base.links[1]
+            base = Base(above.id, above.n_tokens, base.links[1:], {}, {}, queries_chains.is_base(c, above.id))
+    # The states are not needed any more: writing goes on without them.
+    return replace(plan, base=replace(base, states={})), encoded  # type: ignore[type-var]
 
 
 def _goes(core: StoreCore, c: Connection, base: Base, request: PutRequest, child: int | None) -> bool:

@@ -279,6 +279,8 @@ def _insert(
             raise StalePlan
     if plan.base is not None:
         plan.base.record_samples(c)
+        if plan.base.was_base:
+            queries_chains.set_base(c, plan.base.id, True)  # an entry again while room was made, see `DiskBudget`
 
 
 def _with_class(core: StoreCore, entry: Entry, found: Findings) -> Entry:
