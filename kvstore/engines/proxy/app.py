@@ -27,6 +27,7 @@ from .metrics import Metrics
 from .pages import Pages
 from .prompt import GENERATES, parse
 from .saver import Saver
+from .slot_memory import SlotMemory
 from .upstream import Upstream, end_to_end
 
 log = logging.getLogger("kvstore.proxy")
@@ -300,11 +301,12 @@ def create_app(
     api_key: str | None = None,
     upstream_api_key: str | None = None,
     listen_host: str = "127.0.0.1",
+    slot_memory: int | None = None,
 ) -> Starlette:
-    """The application; its lifespan opens and closes the store."""
+    """The application; its lifespan opens and closes the store. `slot_memory` is in bytes, None: the default."""
     metrics = Metrics()
     upstream = Upstream(url, api_key=upstream_api_key)
-    backend = LlamaServerBackend(upstream, slot_dir)
+    backend = LlamaServerBackend(upstream, slot_dir, memory=SlotMemory(slot_memory), count=metrics.count)
     link = BackendLink(backend, settings, metrics)
     saver = Saver(link, metrics)
     cache = Cache(link, saver, metrics)

@@ -10,6 +10,7 @@ from typing import Any
 from ...meta import clean_excerpt
 from ...types import Stats
 from ...util.printable import printable
+from .slot_memory import SlotMemory
 
 RECENT = 50
 _HELP = {
@@ -23,6 +24,8 @@ _HELP = {
     "saves_skipped": "Saves that would have added little.",
     "saves_before_overwrite": "Saves done while a request for another conversation waited.",
     "saves_unfit": "Slots not saved: they may hold more than the plain computation of their tokens, or another client's.",
+    "memory_transfers": "States that passed between the proxy and the server through memory.",
+    "disk_transfers": "States that passed between them through a file on the disk.",
     "failures": "Failures of the cache; the requests were served without it.",
     "token_mismatches": "Prompts whose tokens differed from those that the server computed.",
     "upstream_changes": "Server processes seen after the first.",
@@ -92,7 +95,7 @@ class Metrics:
             "recent": recent,
         }
 
-    def prometheus(self, store: Stats | None) -> str:
+    def prometheus(self, store: Stats | None, memory: SlotMemory) -> str:
         lines: list[str] = []
 
         def add(name: str, kind: str, text: str, samples: dict[str, float]) -> None:
@@ -111,6 +114,9 @@ class Metrics:
             "Requests by where the reused part of the prompt came from.",
             {**sources},
         )
+        add("kvstore_slot_memory_bytes", "gauge", "Memory of the states on their way.", {"": memory.used})
+        budget = 0 if memory.off else memory.budget
+        add("kvstore_slot_memory_budget_bytes", "gauge", "Memory that these may take; 0: they take the disk.", {"": budget})
         if store is not None:
             classes = {f'{{class="{name}"}}': n for name, n in store.entries.items()}
             add("kvstore_store_entries", "gauge", "Entries of the store.", {**classes})

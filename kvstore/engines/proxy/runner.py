@@ -46,6 +46,7 @@ def _config(options: ProxyOptions) -> uvicorn.Config:
         api_key=options.api_key or None,
         upstream_api_key=options.upstream_api_key or None,
         listen_host=host,
+        slot_memory=None if options.slot_memory is None else int(options.slot_memory * (1 << 20)),
     )
     return uvicorn.Config(
         app,
