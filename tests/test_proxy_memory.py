@@ -428,8 +428,9 @@ def test_a_number_that_is_taken_is_not_reused_at_once() -> None:
 def test_the_command_takes_a_size(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    words = [sys.executable, "-m", "kvstore.cli", "serve", "--upstream", f"http://127.0.0.1:{port}", "--slot-dir", str(tmp_path),
-             "--store", str(tmp_path / "s"), "--listen", "127.0.0.1:0", "--json", "--slot-memory", "512M"]  # fmt: skip
+    places = ["--upstream", f"http://127.0.0.1:{port}", "--slot-dir", str(tmp_path), "--store", str(tmp_path / "s")]
+    options = ["--listen", "127.0.0.1:0", "--json", "--slot-memory", "512M"]
+    words = [sys.executable, "-m", "kvstore.cli", "serve", *places, *options]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         try:

@@ -59,7 +59,7 @@ class LlamaServerBackend:
         self.client = client
         self.files = SlotFiles(slot_dir)
         self.memory = memory or SlotMemory(0)
-        self.transfers = Transfers(self.ask, self.files, self.memory, count)
+        self.transfers = Transfers(self._act, self.files, self.memory, count)
 
     @property
     def url(self) -> str:
@@ -126,7 +126,10 @@ class LlamaServerBackend:
         await asyncio.shield(self.files.task(self.transfers.try_memory(slot, file, PROBE_SECONDS)))
 
     async def erase_slot(self, slot: int) -> None:
-        await self.ask("POST", f"/slots/{slot}?action=erase", {}, timeout=PROBE_SECONDS)
+        await self._act(slot, "erase", {}, PROBE_SECONDS)
+
+    async def _act(self, slot: int, action: str, body: Mapping[str, Any], timeout: float) -> Any:
+        return await self.ask("POST", f"/slots/{slot}?action={action}", body, timeout=timeout)
 
     def remove_stale(self) -> list[str]:
         return self.files.remove_stale()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from ... import slotfile
@@ -19,8 +19,10 @@ log = logging.getLogger("kvstore.proxy")
 T = TypeVar("T")
 
 
-class Ask(Protocol):
-    async def __call__(self, method: str, path: str, body: Any = None, *, timeout: float) -> Any: ...
+class Act(Protocol):
+    """A request to save or restore a slot; the answer. Raises UpstreamError."""
+
+    async def __call__(self, slot: int, action: str, body: Mapping[str, Any], timeout: float) -> Any: ...
 
 
 class Transfers:
@@ -31,9 +33,9 @@ class Transfers:
     """
 
     def __init__(
-        self, ask: Ask, files: SlotFiles, memory: SlotMemory, count: Callable[[str], None] | None = None
+        self, act: Act, files: SlotFiles, memory: SlotMemory, count: Callable[[str], None] | None = None
     ) -> None:
-        self._ask = ask
+        self._act = act
         self._files = files
         self._memory = memory
         self._count = count or (lambda name: None)
@@ -95,8 +97,7 @@ class Transfers:
         loop = asyncio.get_running_loop()
         exchange = self._files.for_save(in_memory=in_memory)
         try:
-            body = {"filename": exchange.path.name}
-            answer = await self._ask("POST", f"/slots/{slot}?action=save", body, timeout=timeout)
+            answer = await self._act(slot, "save", {"filename": exchange.path.name}, timeout)
             n_written = int(answer["n_written"])
             file = await loop.run_in_executor(None, self._files.read, exchange, n_written)
             if isinstance(exchange, MemoryExchange) and exchange.mapping is not None:
@@ -118,8 +119,7 @@ class Transfers:
         try:
             if not begins():
                 return 0
-            body = {"filename": exchange.path.name}
-            answer = await self._ask("POST", f"/slots/{slot}?action=restore", body, timeout=timeout)
+            answer = await self._act(slot, "restore", {"filename": exchange.path.name}, timeout)
             return int(answer["n_restored"])
         finally:
             # The removal is not awaited: the system takes a while to free a large file.
