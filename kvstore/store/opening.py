@@ -1,4 +1,4 @@
-"""Opens and closes the core of a store: what is done around its file, also when that fails half way."""
+"""Opens and closes the core of a store, and cleans up after an open that fails half way."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from contextlib import suppress
 
 from ..errors import BusyError, DiskFullError, KVStoreError, StoreIOError
 from ..storage import closed_file, db, disk
-from . import maintenance as upkeep
+from . import maintenance
 from .core import StoreCore
 from .write_behind import WriteBehind
 
 TRIES = 8  # of an open whose new file another process removes
 
 
-def close_core(core: StoreCore, behind: WriteBehind, background: upkeep.Upkeep | None) -> None:
+def close_core(core: StoreCore, behind: WriteBehind, background: maintenance.Maintenance | None) -> None:
     if os.getpid() != core.db.pid:
         return  # a forked child leaves its parent's files alone
-    if behind.is_writer():  # a Store that nobody holds any more may be collected by any thread; this one is waited for
+    if behind.is_writer():  # any thread may collect an unused Store: the writing thread cannot wait for itself
         threading.Thread(target=close_core, args=(core, behind, background), name="kvstore-close").start()
         return
     behind.close()
     if background is not None:
         background.stop()
     if not core.db.readonly:
-        for step in (core.delete_abandoned_blobs, core.flush, lambda: upkeep.expire(core), core.db.truncate_log):
+        for step in (core.delete_abandoned_blobs, core.flush, lambda: maintenance.expire(core), core.db.truncate_log):
             with suppress(KVStoreError):  # what fails here (a full disk, a writer elsewhere) costs counts, not entries
                 step()
         if core.spare is not None:

@@ -46,6 +46,10 @@ class ProxyOptions:
         names = ("cache_ram_mib", "cache_disk_mib", "min_saved_mib", "key")
         return {name: getattr(self, name) for name in names}
 
+    @property
+    def slot_memory_bytes(self) -> int | None:
+        return None if self.slot_memory is None else int(self.slot_memory * (1 << 20))
+
     def address(self) -> tuple[str, int]:
         """The host and port to listen on. Raises InvalidInputError where an option is wrong."""
         if urlsplit(self.upstream).scheme not in ("http", "https") or not urlsplit(self.upstream).hostname:
