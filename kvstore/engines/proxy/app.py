@@ -28,6 +28,7 @@ from .slot_memory import SlotMemory
 from .slots import SlotTable
 from .tokenizer import Tokenizer
 from .upstream import Upstream
+from .warm_start import WarmStart
 
 log = logging.getLogger("kvstore.proxy")
 
@@ -43,9 +44,10 @@ def create_app(options: ProxyOptions, listen_host: str) -> Starlette:
     upstream = Upstream(options.upstream, api_key=options.upstream_api_key or None)
     memory = SlotMemory(options.slot_memory_bytes)
     backend = LlamaServerBackend(upstream, options.slot_dir, memory=memory, count=metrics.count)
-    slots, tokenizer = SlotTable(Rates(), options.min_tokens), Tokenizer(backend)
+    slots, tokenizer = SlotTable(Rates(), options.min_tokens, metrics.count), Tokenizer(backend)
     link = BackendLink(backend, slots, options, metrics, on_new_model=tokenizer.reset)
     saver = Saver(link, slots, tokenizer, metrics)
+    warm = WarmStart(link, slots, metrics)
     cache = Cache(link, slots, tokenizer, saver, metrics)
     pages = Pages(link, slots, metrics, private=api_key is not None)
 
@@ -53,12 +55,15 @@ def create_app(options: ProxyOptions, listen_host: str) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         for name in backend.remove_stale():
             log.info("removed %s, left by a proxy that was killed", name)
-        watching, saving = asyncio.create_task(link.watch()), asyncio.create_task(saver.run())
+        watching, saving = [asyncio.create_task(link.watch())], asyncio.create_task(saver.run())
+        if options.warm_start:
+            watching.append(asyncio.create_task(warm.run()))
         try:
             yield
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
             await saver.last(saving)
             await link.close()
             await upstream.close()

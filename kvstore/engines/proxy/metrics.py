@@ -20,6 +20,10 @@ _HELP = {
     "restores_skipped": "Restores left out because computing was faster.",
     "restores_failed": "Restores that the server refused.",
     "restores_useless": "Restores after which the server reused little or nothing.",
+    "warm_restores": "Of the restores, those of a warm start: before any request asked for the state.",
+    "warm_hits": "States of a warm start that a request used.",
+    "warm_wasted": "States of a warm start that were lost or overwritten before a request used them.",
+    "warm_bytes": "Bytes of the states of warm starts.",
     "saves": "Slots saved and put into the store.",
     "saves_skipped": "Saves that would have added little.",
     "saves_before_overwrite": "Saves done while a request for another conversation waited.",
@@ -36,6 +40,7 @@ _HELP = {
 _HELP_SECONDS = {
     "saved_seconds": "Seconds of computing that restored tokens saved, as estimated, without the time of the restores.",
     "restore_seconds": "Seconds spent on restores.",
+    "warm_seconds": "Of these, seconds of warm starts, while no request waited.",
     "overhead_seconds": "Seconds from a request's arrival until it was sent on, without restores and waiting for a slot.",
 }
 

@@ -25,6 +25,7 @@ class ProxyOptions:
     api_key is set. cache_ram_mib, cache_disk_mib, min_saved_mib, key: as in `Store`. min_tokens: a restore or save that
     gains fewer tokens is left out. idle_seconds: how long the server must be idle before slots are saved. slot_memory: MiB
     of memory that states may take on their way to and from llama-server, None: a quarter of the RAM, 0: they take the disk.
+    warm_start: restore the states most likely to be wanted into the empty slots of a new server process.
     """
 
     upstream: str
@@ -40,6 +41,7 @@ class ProxyOptions:
     idle_seconds: float = 0.15
     key: str | None = None
     slot_memory: float | None = None
+    warm_start: bool = True
 
     @property
     def store_options(self) -> dict[str, Any]:
