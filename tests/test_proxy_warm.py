@@ -90,7 +90,7 @@ def test_warm_and_cold_give_the_same_text(tmp_path: Path) -> None:
     with serverkit.new_server(tmp_path / "slots") as server:
         with proxied(server, tmp_path / "s") as url:
             (chat,) = talk(url, "Anna")
-        question = {**{"max_tokens": 12, "temperature": 0}, "messages": [*chat.messages, {"role": "user", "content": "So?"}]}
+        question = {"max_tokens": 12, "temperature": 0, "messages": [*chat.messages, {"role": "user", "content": "So?"}]}
         for warm in (True, False):
             proxykit.restart(server)
             with proxied(server, tmp_path / f"copy-{warm}" if not warm else tmp_path / "s", warm_start=warm) as url:
@@ -144,7 +144,7 @@ def test_states_of_another_model_are_not_restored(tmp_path: Path) -> None:
 def test_a_warm_state_that_nobody_wants_is_wasted_and_costs_no_answer(tmp_path: Path) -> None:
     with serverkit.new_server(tmp_path / "slots") as server:
         with proxied(server, tmp_path / "s") as url:
-            anna, bert = talk(url, "Anna", "Bert")
+            anna, _ = talk(url, "Anna", "Bert")
         proxykit.restart(server)
         with proxied(server, tmp_path / "s") as url:
             wait_warm(url, 1)
@@ -224,7 +224,7 @@ def test_requests_from_the_first_moment_are_right(tmp_path: Path) -> None:
                 with ThreadPoolExecutor(2) as pool:
                     list(pool.map(Chat.ask, chats))
                 assert [chat.reused > 0.85 for chat in chats] == [True, True]
-            told = wait_saved(url)
+                told = wait_saved(url)  # a server that is killed takes what was not saved with it
             assert (told["failures"], told["restores_useless"]) == (0, 0)
             assert told["warm_restores"] >= told["warm_hits"] + told["warm_wasted"]
         with Store(tmp_path / "s", fingerprint=told["fingerprint"]) as store:

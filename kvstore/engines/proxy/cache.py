@@ -114,6 +114,10 @@ class Cache:
 
     async def lease(self, path: str, prompt: Prompt) -> Lease | None:
         """A slot for the request, with as much of its prompt as pays; None where the request must pass without the cache."""
+        with self.slots.arriving():
+            return await self._lease(path, prompt)
+
+    async def _lease(self, path: str, prompt: Prompt) -> Lease | None:
         choice: Choice | None = None
         started = time.perf_counter()
         try:

@@ -152,6 +152,7 @@ class SlotTable:
         # Whether the server's own prompt cache may have states that no request of ours computed.
         self.strangers = True
         self.waiting = 0
+        self.arrivals = 0  # requests for which a slot is being found
         self.last_active = time.monotonic()
         self._lists_tasks = False  # whether the server's list names the last task of a slot
         self._free = asyncio.Condition()
@@ -162,6 +163,11 @@ class SlotTable:
     def quiet(self) -> bool:
         """Nothing of ours runs in the server."""
         return not self.unleased_requests and not self.waiting and not any(slot.busy for slot in self.all)
+
+    @property
+    def idle(self) -> bool:
+        """As `quiet`, and no request of ours is on its way to a slot."""
+        return self.quiet and not self.arrivals
 
     def generation(self) -> Generation:
         uses = {slot.id: slot.uses for slot in self.all}
@@ -266,6 +272,15 @@ class SlotTable:
         self.strangers = True
 
     # -- events of leases
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """A request that wants a slot, until it has one that is ready."""
+        self.arrivals += 1
+        try:
+            yield
+        finally:
+            self.arrivals -= 1
 
     @contextmanager
     def passing(self, *, taints: bool = False, slot_id: int | None = None) -> Iterator[None]:

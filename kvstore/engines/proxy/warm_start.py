@@ -119,7 +119,7 @@ class WarmStart:
 
     async def _quiet(self) -> None:
         """Returns when no request is under way, and none has been for a moment."""
-        while not self.slots.quiet or time.monotonic() - self.slots.last_active < QUIET_SECONDS:
+        while not self.slots.idle or time.monotonic() - self.slots.last_active < QUIET_SECONDS:
             await asyncio.sleep(QUIET_SECONDS / 4)
 
     async def _empty_slot(self) -> Slot | None:
@@ -151,7 +151,7 @@ class WarmStart:
 
         def begin() -> bool:
             nonlocal began
-            if slots.quiet and slot.uses == uses and link.identity is identity and slots.lease_now(slot):
+            if slots.idle and slot.uses == uses and link.identity is identity and slots.lease_now(slot):
                 began = time.perf_counter()
                 slots.restoring(slot)
             return began is not None
