@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +26,7 @@ from proxykit import Chat, proxied, stats, wait_for, wait_saved
 
 from kvstore import Entry, Store
 from kvstore.engines.proxy.llama_backend import LlamaServerBackend
+from kvstore.engines.proxy.server_process import ProcessWatch, listener
 from kvstore.engines.proxy.warm_start import ranked
 
 CHAT_SYSTEMS = {"Anna": "All of this is for Anna. " * 30, "Bert": "But that for Bert, not for her. " * 30}
@@ -100,6 +104,52 @@ def test_warm_and_cold_give_the_same_text(tmp_path: Path) -> None:
                 texts.append((answer["choices"][0]["message"]["content"], answer["timings"]["cache_n"] > 0))
     assert texts[0][0] == texts[1][0]
     assert [reused for _, reused in texts] == [True, False]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which process ended")
+def test_a_server_that_restarts_is_filled_before_anybody_asks(tmp_path: Path) -> None:
+    """Nothing is asked of the proxy between the restart and the first chat."""
+    with serverkit.new_server(tmp_path / "slots") as server, proxied(server, tmp_path / "s") as url:
+        (chat,) = talk(url, "Anna")
+        for _ in range(2):
+            proxykit.restart(server)
+            before = chat.timings["cache_n"] + chat.timings["prompt_n"] + chat.timings["predicted_n"] - 1
+            wait_for(lambda before=before: (server.slots()[0].get("n_prompt_tokens") or 0) >= before)
+            chat.ask()
+            assert chat.timings["cache_n"] >= before - 1
+            told = wait_saved(url)
+        assert (told["warm_hits"], told["recent"][0]["restore_ms"], told["failures"]) == (2, 0, 0)
+
+
+def test_the_process_at_an_address_is_found_and_its_end_is_told(tmp_path: Path) -> None:
+    code = """if True:
+        import socket, time
+        listening = socket.create_server(("127.0.0.1", 0))
+        print(listening.getsockname()[1], flush=True)
+        time.sleep(999)"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        ended: list[bool] = []
+
+        async def run() -> None:
+            watch = ProcessWatch(url, lambda: ended.append(True))
+            await watch.begin()
+            await asyncio.sleep(0.05)
+            assert ended == []
+            process.kill()
+            while not ended:
+                await asyncio.sleep(0.01)
+            await watch.begin()  # nobody listens there any more
+            watch.close()
+
+        if sys.platform == "linux":
+            assert listener(url) == process.pid
+            asyncio.run(run())
+        process.kill()
+        process.wait()
+    assert listener(url) is None
+    assert listener("http://192.0.2.1:80") is None
 
 
 def test_without_a_warm_start_the_slots_stay_empty(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ...types import Entry, hex_id
 from .backend import Identity
 from .backend_link import BackendLink
 from .metrics import Metrics
+from .server_process import ProcessWatch
 from .slots import Listing, Slot, SlotTable
 from .upstream import UpstreamError
 
@@ -79,19 +80,28 @@ class WarmStart:
         self.link = link
         self.slots = slots
         self.metrics = metrics
+        self._process = ProcessWatch(link.backend.url, link.mark_unverified)
 
     async def run(self) -> None:
         """Fills the slots of each new server process."""
-        while True:
-            await self.slots.started.wait()
-            self.slots.started.clear()
-            try:
-                await self._fill()
-            except UpstreamError as error:
-                log.info("the warm start ends: %s", error.message)
-            except Exception:
-                self.metrics.count("failures")
-                log.warning("the warm start ends", exc_info=True)
+        try:
+            while True:
+                await self.slots.started.wait()
+                self.slots.started.clear()
+                await self._new_process()
+        finally:
+            self._process.close()
+
+    async def _new_process(self) -> None:
+        try:
+            # When this one ends, the link looks for the next one, so that its slots are filled before a request comes.
+            await self._process.begin()
+            await self._fill()
+        except UpstreamError as error:
+            log.info("the warm start ends: %s", error.message)
+        except Exception:
+            self.metrics.count("failures")
+            log.warning("the warm start ends", exc_info=True)
 
     async def _fill(self) -> None:
         link, table = self.link, self.slots.all
