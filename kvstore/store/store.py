@@ -209,23 +209,30 @@ class Store:
         self._wake()
         return entry
 
-    def get(self, id: EntryId, *, n_tokens: int | None = None) -> SavedState | None:
+    def get(self, id: EntryId, *, n_tokens: int | None = None, count: bool = True) -> SavedState | None:
         """The states of an entry, byte for byte as they were put, or None.
 
         n_tokens: crop to the state of the first n_tokens; LayoutError if the layout does not allow it. The arrays are
-        read-only. An entry that cannot be restored exactly is dropped, with a logged warning, and is a miss.
+        read-only. An entry that cannot be restored exactly is dropped, with a logged warning, and is a miss. count=False: the
+        entry does not count as used, nor as a hit or a miss.
         """
         self._core.db.check()
         id = check_id(id)
-        queued, saved = self._behind.get(id)
-        if not queued:
+        queued, saved = False, None
+        if not count:
+            self._settle()
+            saved = get.read(self._core, id)
+        else:
+            queued, saved = self._behind.get(id)
+        if count and not queued:
             saved = get.get(self._core, id)
         if saved is None:
             return None
         if n_tokens is not None and n_tokens != saved.entry.n_tokens:
             n = check_int(n_tokens, "n_tokens", 1, saved.entry.n_tokens, why=_OF_ENTRY)
             saved = _cut(saved, n)
-        self._core.counters.count("tokens_served", len(saved.tokens))
+        if count:
+            self._core.counters.count("tokens_served", len(saved.tokens))
         return saved
 
     def take(self, id: EntryId) -> SavedState | None:

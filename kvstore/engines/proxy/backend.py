@@ -6,7 +6,7 @@ implementation is `LlamaServerBackend`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from ... import layout, slotfile
 from ...errors import KVStoreError
 from ...types import Tokens
+from .slot_memory import SlotMemory
 
 REQUEST_SECONDS = 60.0
 
@@ -90,6 +91,9 @@ class Backend(Protocol):
     @property
     def url(self) -> str: ...
 
+    @property
+    def memory(self) -> SlotMemory: ...
+
     # -- the process
 
     async def status(self, timeout: float) -> Status:
@@ -121,12 +125,16 @@ class Backend(Protocol):
 
     async def list_slots(self, timeout: float = REQUEST_SECONDS) -> list[SlotReport]: ...
 
-    async def save_slot(self, slot: int, timeout: float) -> slotfile.SlotFile:
-        """What a slot holds. Also raises SlotFileError, OSError."""
+    async def save_slot(self, slot: int, timeout: float, *, n_tokens: int | None = None) -> slotfile.SlotFile:
+        """What a slot holds, n_tokens at most as far as is known. Also raises SlotFileError, OSError."""
         ...
 
-    async def restore_slot(self, slot: int, file: slotfile.SlotFile, timeout: float) -> int:
-        """Puts a state into a slot; the number of tokens that the server took. Also raises SlotFileError, OSError."""
+    async def restore_slot(
+        self, slot: int, file: slotfile.SlotFile, timeout: float, *, begin: Callable[[], bool] | None = None
+    ) -> int:
+        """Puts a state into a slot; the number of tokens that the server took. `begin` is called when the state is ready
+        for the server: where it returns False the server is not asked, and the result is 0. Also raises SlotFileError,
+        OSError."""
         ...
 
     async def erase_slot(self, slot: int) -> None: ...

@@ -114,6 +114,10 @@ class Cache:
 
     async def lease(self, path: str, prompt: Prompt) -> Lease | None:
         """A slot for the request, with as much of its prompt as pays; None where the request must pass without the cache."""
+        with self.slots.arriving():
+            return await self._lease(path, prompt)
+
+    async def _lease(self, path: str, prompt: Prompt) -> Lease | None:
         choice: Choice | None = None
         started = time.perf_counter()
         try:
@@ -313,6 +317,20 @@ class Cache:
         if not link.reuses:
             log.warning("this server does not use its own slot files: restores and saves end until another one is there")
 
+    def _record_warm(self, lease: Lease, cached: int) -> None:
+        """A request had a slot that was restored before it came: the store saved it that computing."""
+        link, recent = self.link, lease.recent
+        used = min(cached, lease.held)
+        if used < lease.held // 2:
+            self.metrics.count("restores_useless")
+            link.futile_restores += 1
+            return
+        if used:
+            link.futile_restores = 0
+        recent.restored_tokens = used
+        recent.entry = None if lease.slot.entry is None else hex_id(lease.slot.entry)
+        self.metrics.seconds["saved_seconds"] += self.slots.rates.prefill_seconds(used)
+
     def record_result(self, lease: Lease, timings: Timings) -> None:
         """The request was answered: updates metrics, rates and the slot."""
         link, slots = self.link, self.slots
@@ -329,6 +347,8 @@ class Cache:
                 self._record_futile(lease.restored, timings.cached)
             else:
                 link.futile_restores = 0
+        elif lease.slot.warm:
+            self._record_warm(lease, timings.cached)
         if timings.cached:
             recent.source = "store" if recent.restored_tokens else "slot"
         self.metrics.done(recent)

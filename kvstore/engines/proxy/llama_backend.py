@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +16,8 @@ from ...types import Tokens
 from . import fingerprint
 from .backend import REQUEST_SECONDS, Identity, SlotReport, Status, Timings
 from .slot_files import SlotFiles
+from .slot_memory import SlotMemory
+from .transfers import Transfers
 from .upstream import UpstreamError
 
 PROBE_SECONDS = 30.0
@@ -46,9 +48,18 @@ class Client(Protocol):
 class LlamaServerBackend:
     """One llama-server. `slot_dir` is the directory of its --slot-save-path."""
 
-    def __init__(self, client: Client, slot_dir: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        slot_dir: str | os.PathLike[str],
+        *,
+        memory: SlotMemory | None = None,
+        count: Callable[[str], None] | None = None,
+    ) -> None:
         self.client = client
         self.files = SlotFiles(slot_dir)
+        self.memory = memory or SlotMemory(0)
+        self.transfers = Transfers(self._act, self.files, self.memory, count)
 
     @property
     def url(self) -> str:
@@ -99,37 +110,26 @@ class LlamaServerBackend:
     async def list_slots(self, timeout: float = REQUEST_SECONDS) -> list[SlotReport]:
         return [_report(each) for each in await self.ask("GET", "/slots", timeout=timeout)]
 
-    async def save_slot(self, slot: int, timeout: float = PROBE_SECONDS) -> slotfile.SlotFile:
-        async def through_file() -> slotfile.SlotFile:
-            path = self.files.for_save()
-            try:
-                body = {"filename": path.name}
-                answer = await self.ask("POST", f"/slots/{slot}?action=save", body, timeout=timeout)
-                n_written = int(answer["n_written"])
-                return await asyncio.get_running_loop().run_in_executor(None, self.files.read, path, n_written)
-            finally:
-                path.unlink(missing_ok=True)
+    async def save_slot(
+        self, slot: int, timeout: float = PROBE_SECONDS, *, n_tokens: int | None = None
+    ) -> slotfile.SlotFile:
+        # If the caller is cancelled, the server still writes the file: its removal must wait for that.
+        return await asyncio.shield(self.files.task(self.transfers.save(slot, n_tokens, timeout)))
 
-        # If the caller is cancelled, the server still writes the file: the removal must wait for that.
-        return await asyncio.shield(self.files.task(through_file()))
+    async def restore_slot(
+        self, slot: int, file: slotfile.SlotFile, timeout: float, *, begin: Callable[[], bool] | None = None
+    ) -> int:
+        return await asyncio.shield(self.files.task(self.transfers.restore(slot, file, timeout, begin)))
 
-    async def restore_slot(self, slot: int, file: slotfile.SlotFile, timeout: float) -> int:
-        loop = asyncio.get_running_loop()
-
-        async def through_file() -> int:
-            path = await loop.run_in_executor(None, self.files.write, file)
-            try:
-                body = {"filename": path.name}
-                answer = await self.ask("POST", f"/slots/{slot}?action=restore", body, timeout=timeout)
-                return int(answer["n_restored"])
-            finally:
-                # The removal is not awaited: the system takes a while to free a large file.
-                loop.run_in_executor(None, lambda: path.unlink(missing_ok=True))
-
-        return await asyncio.shield(self.files.task(through_file()))
+    async def try_memory(self, slot: int, file: slotfile.SlotFile) -> None:
+        """Finds out whether this server can take and give states through memory. The slot holds the file afterwards."""
+        await asyncio.shield(self.files.task(self.transfers.try_memory(slot, file, PROBE_SECONDS)))
 
     async def erase_slot(self, slot: int) -> None:
-        await self.ask("POST", f"/slots/{slot}?action=erase", {}, timeout=PROBE_SECONDS)
+        await self._act(slot, "erase", {}, PROBE_SECONDS)
+
+    async def _act(self, slot: int, action: str, body: Mapping[str, Any], timeout: float) -> Any:
+        return await self.ask("POST", f"/slots/{slot}?action={action}", body, timeout=timeout)
 
     def remove_stale(self) -> list[str]:
         return self.files.remove_stale()

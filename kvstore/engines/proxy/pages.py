@@ -130,6 +130,7 @@ class Pages:
                 "restore_bytes_per_second": round(1 / max(rates.restore_byte, 1e-12)),
                 "save_bytes_per_second": round(1 / max(rates.save_byte, 1e-12)),
             },
+            "slot_memory": self.link.backend.memory.as_dict(),
             "store": None if store is None else store.as_dict(),
             "prefixes": prefixes,
         }
@@ -137,7 +138,7 @@ class Pages:
 
     async def metrics_text(self, request: Request) -> Response:
         """The proxy's metrics, followed by the server's own where it has them."""
-        text = self.metrics.prometheus((await self._stats())[0])
+        text = self.metrics.prometheus((await self._stats())[0], self.link.backend.memory)
         with contextlib.suppress(UpstreamError):
             own = {} if self.private else {n: v for n, v in request.headers.items() if n == "authorization"}
             text += await self.link.backend.metrics(own)

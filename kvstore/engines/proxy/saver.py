@@ -160,7 +160,8 @@ class Saver:
                 self._drop(slot, "another client used it")
                 return
             started = time.perf_counter()
-            file = await link.backend.save_slot(slot.id, SAVE_SECONDS)
+            n_most = slot.n_total or (0 if link.identity is None else link.identity.n_ctx)
+            file = await link.backend.save_slot(slot.id, SAVE_SECONDS, n_tokens=n_most)
             slots.rates.saved(file.tokens.shape[0], file.state.nbytes, time.perf_counter() - started)
             unchanged = await link.vouch(slot)
         except UpstreamError as error:
