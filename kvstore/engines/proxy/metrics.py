@@ -15,6 +15,8 @@ RECENT = 50
 _HELP = {
     "requests": "Requests that the cache looked at.",
     "passed": "Requests that passed through without the cache.",
+    "passed_by_shape": "Of these, requests whose tokens were found wrongly before, or others of their shape.",
+    "placed_elsewhere": "Requests that the server answered in another slot than the one made ready for them.",
     "restores": "States restored into a slot.",
     "restores_skipped": "Restores left out because computing was faster.",
     "restores_failed": "Restores that the server refused.",
