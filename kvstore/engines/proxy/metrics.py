@@ -94,7 +94,7 @@ class Metrics:
             "recent": recent,
         }
 
-    def prometheus(self, store: Stats | None) -> str:
+    def prometheus(self, store: Stats | None, n_agreeing: int = 0, n_distrusted: int = 0) -> str:
         lines: list[str] = []
 
         def add(name: str, kind: str, text: str, samples: dict[str, float]) -> None:
@@ -113,6 +113,8 @@ class Metrics:
             "Requests by where the reused part of the prompt came from.",
             {**sources},
         )
+        shapes = {'{trusted="yes"}': n_agreeing, '{trusted="no"}': n_distrusted}
+        add("kvstore_request_shapes", "gauge", "Shapes of requests, by whether their tokens are known.", {**shapes})
         if store is not None:
             classes = {f'{{class="{name}"}}': n for name, n in store.entries.items()}
             add("kvstore_store_entries", "gauge", "Entries of the store.", {**classes})

@@ -134,6 +134,10 @@ class ShapeBook:
         self.known.clear()
 
     @property
+    def n_agreeing(self) -> int:
+        return len(self.known) - self.n_distrusted
+
+    @property
     def n_distrusted(self) -> int:
         return sum(1 for verdicts in self.known.values() if verdicts.disagreed)
 
