@@ -49,7 +49,7 @@ def create_app(options: ProxyOptions, listen_host: str) -> Starlette:
     saver = Saver(link, slots, tokenizer, metrics)
     warm = WarmStart(link, slots, metrics)
     cache = Cache(link, slots, tokenizer, saver, metrics)
-    pages = Pages(link, slots, metrics, private=api_key is not None)
+    pages = Pages(link, slots, tokenizer.shapes, metrics, private=api_key is not None)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -6,7 +6,7 @@ implementation is `LlamaServerBackend`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -74,7 +74,8 @@ class SlotReport:
 
 @dataclass(frozen=True)
 class Timings:
-    """The server's report of an answered request: tokens reused, tokens computed, and tokens generated."""
+    """The server's report of an answered request: tokens reused, tokens computed, and tokens generated. `computed_ms` is
+    0 where it does not tell the time."""
 
     cached: int
     computed: int
@@ -119,7 +120,11 @@ class Backend(Protocol):
         """The prompt that the chat template makes of a chat request."""
         ...
 
-    async def tokenize(self, text: str, *, add_special: bool) -> Tokens: ...
+    async def tokenize(
+        self, content: str | Sequence[str | int], *, add_special: bool, parse_special: bool = True
+    ) -> Tokens:
+        """The tokens of a text, or of texts and tokens that follow each other."""
+        ...
 
     # -- slots
 
@@ -149,8 +154,8 @@ class Backend(Protocol):
 
     # -- requests of clients
 
-    def parse_timings(self, tail: bytes) -> Timings | None:
-        """The timings in the end of an answer, streamed or not."""
+    def parse_timings(self, head: bytes, tail: bytes) -> Timings | None:
+        """The timings in an answer, streamed or not, of which these are the beginning and the end."""
         ...
 
     def is_open(self, target: bytes) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,9 +22,14 @@ from .upstream import UpstreamError
 
 PROBE_SECONDS = 30.0
 _TIMINGS = re.compile(rb'"timings":(\{[^{}]*\})')
+_USAGE = re.compile(rb'"usage":(\{(?:[^{}]|\{[^{}]*\})*\})')
+_MESSAGE_START = re.compile(rb"^event: message_start\n", re.MULTILINE)
 _TAINTS = (b'"lora"', b'"n_cache_reuse"')
 _SLOT_ACTION = re.compile(r"/slots/(\d+)")
-_READS_ONLY = ("/tokenize", "/detokenize", "/apply-template")
+_READS_ONLY = (
+    "/tokenize", "/detokenize", "/apply-template", "/v1/messages/count_tokens", "/chat/completions/input_tokens",
+    "/v1/chat/completions/input_tokens", "/responses/input_tokens", "/v1/responses/input_tokens",
+)  # fmt: skip
 # llama-server answers these without a key: its health, and the files of its page.
 _OPEN = re.compile(
     rb"/(?:(?:v1/)?health|index\.html|build\.json|sw\.js|manifest\.webmanifest|[\w-]+\.(?:ico|svg|png)"
@@ -100,8 +105,10 @@ class LlamaServerBackend:
         answer = await self.ask("POST", "/apply-template", body)
         return str(answer["prompt"])
 
-    async def tokenize(self, text: str, *, add_special: bool) -> Tokens:
-        body = {"content": text, "add_special": add_special, "parse_special": True}
+    async def tokenize(
+        self, content: str | Sequence[str | int], *, add_special: bool, parse_special: bool = True
+    ) -> Tokens:
+        body = {"content": content, "add_special": add_special, "parse_special": parse_special}
         answer = await self.ask("POST", "/tokenize", body)
         return np.asarray(answer["tokens"], np.int32)
 
@@ -139,14 +146,14 @@ class LlamaServerBackend:
 
     # -- requests of clients
 
-    def parse_timings(self, tail: bytes) -> Timings | None:
+    def parse_timings(self, head: bytes, tail: bytes) -> Timings | None:
         # The model's own text has its quotes escaped, so it does not match.
         found = _TIMINGS.findall(tail)
-        if not found:
-            return None
         try:
-            t = json.loads(found[-1])
-            return Timings(int(t["cache_n"]), int(t["prompt_n"]), float(t["prompt_ms"]), int(t["predicted_n"]))
+            if found:
+                t = json.loads(found[-1])
+                return Timings(int(t["cache_n"]), int(t["prompt_n"]), float(t["prompt_ms"]), int(t["predicted_n"]))
+            return _timings_of_usage(head, tail)
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -165,6 +172,22 @@ class LlamaServerBackend:
 
     def taints(self, body: bytes) -> bool:
         return any(name in body for name in _TAINTS)
+
+
+def _timings_of_usage(head: bytes, tail: bytes) -> Timings | None:
+    """Answers of the Messages API and whole ones of the Responses API have no timings. A streamed answer of the former
+    tells the tokens of the prompt in its first event."""
+    found = _USAGE.findall(tail)
+    if not found:
+        return None
+    usage = json.loads(found[-1])
+    generated = int(usage["output_tokens"])
+    if begin := _MESSAGE_START.search(head):
+        usage = json.loads(_USAGE.findall(head, begin.end())[0])
+    if "cache_read_input_tokens" in usage:
+        return Timings(int(usage["cache_read_input_tokens"]), int(usage["input_tokens"]), 0.0, generated)
+    cached = int(usage["input_tokens_details"]["cached_tokens"])
+    return Timings(cached, int(usage["input_tokens"]) - cached, 0.0, generated)
 
 
 def _report(listed: Mapping[str, Any]) -> SlotReport:

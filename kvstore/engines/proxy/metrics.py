@@ -16,6 +16,8 @@ RECENT = 50
 _HELP = {
     "requests": "Requests that the cache looked at.",
     "passed": "Requests that passed through without the cache.",
+    "passed_by_shape": "Of these, requests whose tokens were found wrongly before, or others of their shape.",
+    "placed_elsewhere": "Requests that the server answered in another slot than the one made ready for them.",
     "restores": "States restored into a slot.",
     "restores_skipped": "Restores left out because computing was faster.",
     "restores_failed": "Restores that the server refused.",
@@ -100,7 +102,7 @@ class Metrics:
             "recent": recent,
         }
 
-    def prometheus(self, store: Stats | None, memory: SlotMemory) -> str:
+    def prometheus(self, store: Stats | None, memory: SlotMemory, n_agreeing: int = 0, n_distrusted: int = 0) -> str:
         lines: list[str] = []
 
         def add(name: str, kind: str, text: str, samples: dict[str, float]) -> None:
@@ -122,6 +124,8 @@ class Metrics:
         add("kvstore_slot_memory_bytes", "gauge", "Memory of the states on their way.", {"": memory.used})
         budget = 0 if memory.off else memory.budget
         add("kvstore_slot_memory_budget_bytes", "gauge", "Memory that these may take; 0: they take the disk.", {"": budget})
+        shapes = {'{trusted="yes"}': n_agreeing, '{trusted="no"}': n_distrusted}
+        add("kvstore_request_shapes", "gauge", "Shapes of requests, by whether their tokens are known.", {**shapes})
         if store is not None:
             classes = {f'{{class="{name}"}}': n for name, n in store.entries.items()}
             add("kvstore_store_entries", "gauge", "Entries of the store.", {**classes})

@@ -21,6 +21,7 @@ from ...types import Entry, Stats
 from ...util.printable import printable
 from .backend_link import BackendLink
 from .metrics import Metrics
+from .shapes import ShapeBook
 from .slots import SlotTable
 from .upstream import UpstreamError
 
@@ -76,9 +77,12 @@ _Shown: TypeAlias = tuple[Stats | None, list[dict[str, Any]]]
 class Pages:
     """The handlers of the proxy's own paths."""
 
-    def __init__(self, link: BackendLink, slots: SlotTable, metrics: Metrics, *, private: bool) -> None:
+    def __init__(
+        self, link: BackendLink, slots: SlotTable, shapes: ShapeBook, metrics: Metrics, *, private: bool
+    ) -> None:
         self.link = link
         self.slots = slots
+        self.shapes = shapes
         self.metrics = metrics
         self.private = private
         self._reading: asyncio.Task[_Shown] | None = None
@@ -121,6 +125,7 @@ class Pages:
             "fingerprint": None if identity is None else identity.fingerprint,
             "probed": None if identity is None else identity.probed,
             **self.metrics.as_dict(private=self.private),
+            "shapes": self.shapes.as_list(),
             "slots": [
                 {"id": s.id, "busy": s.busy, "tokens": s.n_total, "stored_tokens": s.stored, "saving": s.putting > 0}
                 for s in self.slots.all
@@ -138,7 +143,8 @@ class Pages:
 
     async def metrics_text(self, request: Request) -> Response:
         """The proxy's metrics, followed by the server's own where it has them."""
-        text = self.metrics.prometheus((await self._stats())[0], self.link.backend.memory)
+        shapes, memory = self.shapes, self.link.backend.memory
+        text = self.metrics.prometheus((await self._stats())[0], memory, shapes.n_agreeing, shapes.n_distrusted)
         with contextlib.suppress(UpstreamError):
             own = {} if self.private else {n: v for n, v in request.headers.items() if n == "authorization"}
             text += await self.link.backend.metrics(own)

@@ -147,6 +147,8 @@ class SlotTable:
         self.events = 0  # leases, releases and passing requests
         self.unleased_requests = 0  # requests under way that the server finds a slot for by itself
         self.passes = 0  # how many of them have ended
+        # Of these, the requests without a lease: under way, and begun in all.
+        self.foreign_requests = self.foreign = 0
         # Requests that want other numbers (adapters, moved chunks): under way, and begun in all.
         self.tainting = self.tainted = 0
         # Whether the server's own prompt cache may have states that no request of ours computed.
@@ -287,6 +289,8 @@ class SlotTable:
         """A request that the server finds a slot for: when it has `passed`, any slot may hold something else. `slot_id` is
         the slot that it names itself, `taints` says whether it wants other numbers than other requests get."""
         self.unleased_requests += 1
+        self.foreign_requests += 1
+        self.foreign += 1
         self.events += 1
         self.strangers = True
         self.tainting += taints
@@ -297,7 +301,41 @@ class SlotTable:
         finally:
             self.meddled(slot_id)
             self.tainting -= taints
+            self.foreign_requests -= 1
             self.passed()
+
+    @contextmanager
+    def unpinned(self) -> Iterator[None]:
+        """A leased request for which the server chooses the slot. When it has `passed`, `placed` finds the slot."""
+        self.unleased_requests += 1
+        self.events += 1
+        try:
+            yield
+        finally:
+            self.passed()
+
+    def placed(
+        self, leased: Slot, listing: Listing | None, identity: Identity | None, n_total: int, passes: int
+    ) -> Slot | None:
+        """An unpinned request was answered and left n_total tokens: the slot that the server chose, None where that is not
+        sure. `passes` is `foreign` from before the request: what others asked meanwhile may be in any slot."""
+        if passes != self.foreign or self.foreign_requests:
+            return None
+        if len(self.all) == 1:
+            return leased if self.all[0] is leased and not self.unleased_requests else None
+        found: list[tuple[int, bool, Slot]] = []
+        for slot, report in self.current(listing) or ():
+            fits = report.n_tokens is not None and abs(report.n_tokens - n_total) <= UNSURE_TOKENS
+            known = slot.last_listing == (report.task, report.n_tokens)
+            if not fits or known or report.working or (slot.busy and slot is not leased):
+                continue
+            if _has_common_adapters(report, identity):
+                found.append((-1 if report.task is None else report.task, slot is leased, slot))
+        if not found or (found[0][0] < 0 and len(found) > 1):
+            return None
+        slot = max(found, key=lambda each: each[:2])[2]
+        slot.passes = self.passes
+        return slot
 
     def passed(self) -> None:
         self.unleased_requests -= 1
@@ -384,7 +422,7 @@ class SlotTable:
         slot.n_total = n_prompt + max(0, timings.generated - 1)
         slot.n_prompt = n_prompt
         slot.origin = None if slot.unfit else prompt
-        slot.chat = (prompt.shape(), prompt.messages) if prompt.kind == "chat" else None
+        slot.chat = (prompt.template_fields(), prompt.messages) if prompt.kind == "chat" else None
         slot.used = time.monotonic()
         slot.last_listing = None
 
@@ -410,7 +448,7 @@ class SlotTable:
                 return False
             # The known tokens are followed by those of the answer, whose number is known only nearly.
             most = max(held, slot.n_total + UNSURE_TOKENS) if held == slot.tokens.shape[0] else held
-            if timings.cached > most and (self.strangers or identity.adapters):
+            if timings.cached > most and (self.strangers or identity.adapters or not prompt.pinned):
                 # From the server's own prompt cache, or moved chunks: nobody knows what computed them.
                 slot.unfit = True
         return True
