@@ -29,7 +29,7 @@ from kvstore import (
 )
 
 BASE = list(range(1, 101))
-PAGE = 65536
+PAGE = 8192
 Dump = dict[int, tuple[bytes, bytes, "bytes | None", str, "int | None"]]
 
 

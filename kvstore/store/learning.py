@@ -121,7 +121,7 @@ def _adopt_one(core: StoreCore, id: int, learned: Entry) -> bool:
             return False
         if queries_blobs.version(c, base.id) != base.version:
             return False
-        shared = replace_parts(c, entry, encoded.parts, base.id)
+        shared = replace_parts(core, c, entry, encoded.parts, base.id)
     core.ram.discard(id)
     put.log_shared(shared, base.n_tokens, base.id, started)
     return True

@@ -185,7 +185,7 @@ class Maintenance:
         with core.db.read() as c:
             free = queries_blobs.pages(c)[2]
         while free and not self._stop.is_set():
-            left = core.budget.shrink(geometry.FREE_PAGES_PER_RUN)
+            left = core.budget.shrink(geometry.FREE_BYTES_PER_RUN)
             if left == free:
                 break
             free = left

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -113,7 +112,7 @@ def _refresh(core: StoreCore, same: Entry, request: PutRequest) -> Entry | None:
         entry_class, source = policy.merged_class((found.entry_class, found.source), new)
         if entry_class == "learned" and found.parent is not None:
             whole = entry_codec.encode_entry(core.reader, request.states, request.digests, None, 0)
-            found = replace_parts(c, found, whole.parts, None)
+            found = replace_parts(core, c, found, whole.parts, None)
         entry = dataclasses.replace(
             request.entry(now, found.stored, found.parent),
             id=found.id,
@@ -147,28 +146,24 @@ def _write(core: StoreCore, plan: PutPlan, encoded: Encoded) -> tuple[Entry, tup
     """Writes what is to be stored: in one transaction, or staged in batches and published by the last one."""
     total = encoded.stored
     need = total + 3 * len(plan.request.key)
-    kicks = blobs.KICKS_USED_LOG if core.db.wal_bytes() >= total else blobs.KICKS_NEW_LOG
     if total >= RESERVE_FROM and not core.budget.limited:  # with a budget the log is emptied after each batch
         core.db.reserve_log(min(blobs.log_bytes(total), LOG_BYTES))
-    with core.db.sync_ahead() as kick:
-        write = functools.partial(blobs.write, kick=kick, kicks=kicks)
-        if total > core.budget.batch_bytes():
-            return _write_staged(core, plan, encoded, need, write)
-        with core.budget.reserve(need, need, plan.base_id) as (c, dropped):
-            staged = stage(c, encoded.parts, writers.process_name())
-            for blob, part in zip(staged, encoded.parts, strict=True):
-                write(c, blob, part.data)
-            return _publish(core, c, plan, encoded, staged, dropped)
+    if total > core.budget.batch_bytes():
+        return _write_staged(core, plan, encoded, need)
+    with core.budget.reserve(need, need, plan.base_id) as (c, dropped):
+        staged = stage(c, encoded.parts, writers.process_name())
+        chunk = core.budget.chunk_bytes()
+        for blob, part in zip(staged, encoded.parts, strict=True):
+            blobs.write(c, blob, part.data, chunk)
+        return _publish(core, c, plan, encoded, staged, dropped)
 
 
-def _write_staged(
-    core: StoreCore, plan: PutPlan, encoded: Encoded, need: int, write: Callable[..., int]
-) -> tuple[Entry, tuple[int, ...]]:
+def _write_staged(core: StoreCore, plan: PutPlan, encoded: Encoded, need: int) -> tuple[Entry, tuple[int, ...]]:
     batch = core.budget.batch_bytes()
     with _staging(core) as writer:
         with core.budget.reserve(need, batch, plan.base_id, durable=False) as (c, _):
             staged = stage(c, encoded.parts, writer)
-        _write_batches(core, encoded.parts, staged, need, plan.base_id, writer, write)
+        _write_batches(core, encoded.parts, staged, need, plan.base_id, writer)
         left = need - encoded.stored
         with core.budget.reserve(left, left, plan.base_id) as (c, dropped):
             for blob, part in zip(staged, encoded.parts, strict=True):
@@ -184,24 +179,29 @@ def _write_batches(
     need: int,
     protect: int | None,
     writer: str,
-    write: Callable[..., int],
 ) -> None:
-    batch = core.budget.batch_bytes()
-    count = max(1, batch // geometry.CHUNK_BYTES)
-    logged = 0
-    for blob, part in zip(staged, parts, strict=True):
-        seq = 0
-        while seq >= 0:
-            left = need - seq * geometry.CHUNK_BYTES
-            with core.budget.reserve(left, min(left, batch), protect, durable=False) as (c, _):
-                if queries_blobs.blob_writer(c, blob) != writer:
-                    raise StalePlan
-                seq = write(c, blob, part.data, seq, count)
-            logged += count * geometry.CHUNK_BYTES
-            if logged > LOG_BYTES and not core.budget.limited:
-                core.db.checkpoint()
-                logged = 0
-        need -= part.data.size
+    batch, chunk = core.budget.batch_bytes(), core.budget.chunk_bytes()
+    count = max(1, batch // chunk)
+    sync_every = blobs.SYNC_USED_LOG if core.db.wal_bytes() >= need else blobs.SYNC_NEW_LOG
+    logged = unsynced = 0
+    with core.db.sync_ahead() as kick:
+        for blob, part in zip(staged, parts, strict=True):
+            seq = 0
+            while seq >= 0:
+                left = need - seq * chunk
+                with core.budget.reserve(left, min(left, batch), protect, durable=False) as (c, _):
+                    if queries_blobs.blob_writer(c, blob) != writer:
+                        raise StalePlan
+                    seq = blobs.write(c, blob, part.data, chunk, seq, count)
+                logged += count * chunk
+                unsynced += count * chunk
+                if unsynced >= sync_every:
+                    kick()
+                    unsynced = 0
+                if logged > LOG_BYTES and not core.budget.limited:
+                    core.db.checkpoint()
+                    logged = 0
+            need -= part.data.size
 
 
 @contextmanager

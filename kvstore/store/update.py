@@ -20,13 +20,14 @@ def stage(c: Connection, parts: list[Part], writer: str) -> list[int]:
     return [queries_blobs.stage_blob(c, p.name, p.kind, p.size, p.data.size, writer) for p in parts]
 
 
-def replace_parts(c: Connection, entry: Entry, parts: list[Part], parent: int | None) -> Entry:
+def replace_parts(core: StoreCore, c: Connection, entry: Entry, parts: list[Part], parent: int | None) -> Entry:
     """Stores the same states of an entry in another form, inside a transaction that has made room for them."""
     for row in queries_blobs.blobs(c, entry.id):
         queries_blobs.delete_blob(c, row.id)
     staged = stage(c, parts, writers.process_name())
+    chunk = core.budget.chunk_bytes()
     for blob, part in zip(staged, parts, strict=True):
-        blobs.write(c, blob, part.data)
+        blobs.write(c, blob, part.data, chunk)
         queries_blobs.finish_blob(c, blob, entry.id, part.digest)
     stored = sum(part.data.size for part in parts)
     queries.set_stored(c, entry.id, stored, parent)
@@ -42,7 +43,7 @@ def make_whole(core: StoreCore, c: Connection, entry: Entry) -> Entry:
             main, draft = core.reader.from_disk().read(again, entry)
     digests = {row.part: row.digest for row in queries_blobs.blobs(c, entry.id)}
     whole = encode_entry(core.reader, ParsedStates(main, draft), digests, None, 0)
-    return replace_parts(c, entry, whole.parts, None)
+    return replace_parts(core, c, entry, whole.parts, None)
 
 
 def keep_children(core: StoreCore, c: Connection, children: list[int], dropped: Dropped, written: int = 0) -> None:
