@@ -60,6 +60,15 @@ def stage_blob(c: Connection, part: str, kind: str, size: int, stored: int, writ
     return c.last_insert_rowid()
 
 
+def add_blob(c: Connection, part: str, kind: str, size: int, stored: int, id: int, digest: bytes) -> int:
+    """A blob of an entry that is there, in the transaction that also writes its chunks; gives its id."""
+    c.execute(
+        "INSERT INTO blobs(part, kind, size, stored, entry, digest) VALUES(?,?,?,?,?,?)",
+        (part, kind, size, stored, signed(id), digest),
+    )
+    return c.last_insert_rowid()
+
+
 def finish_blob(c: Connection, blob: int, id: int, digest: bytes) -> bool:
     """Hands a staged blob to its entry; False where the blob is gone."""
     c.execute("UPDATE blobs SET entry = ?, digest = ?, writer = NULL WHERE id = ?", (signed(id), digest, blob))

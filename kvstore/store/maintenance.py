@@ -158,7 +158,7 @@ class Maintenance:
 
     def _flush(self, core: StoreCore) -> None:
         if core.counters:
-            with core.transaction(durable=False, wait=False):
+            with core.transaction(durable=False, wait=False, counts=True):
                 pass
 
     def _delete_orphans(self, core: StoreCore) -> None:

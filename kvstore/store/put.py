@@ -151,11 +151,7 @@ def _write(core: StoreCore, plan: PutPlan, encoded: Encoded) -> tuple[Entry, tup
     if total > core.budget.batch_bytes():
         return _write_staged(core, plan, encoded, need)
     with core.budget.reserve(need, need, plan.base_id) as (c, dropped):
-        staged = stage(c, encoded.parts, writers.process_name())
-        chunk = core.budget.chunk_bytes()
-        for blob, part in zip(staged, encoded.parts, strict=True):
-            blobs.write(c, blob, part.data, chunk)
-        return _publish(core, c, plan, encoded, staged, dropped)
+        return _publish(core, c, plan, encoded, None, dropped)
 
 
 def _write_staged(core: StoreCore, plan: PutPlan, encoded: Encoded, need: int) -> tuple[Entry, tuple[int, ...]]:
@@ -224,9 +220,12 @@ def _staging(core: StoreCore) -> Iterator[str]:
 
 
 def _publish(
-    core: StoreCore, c: Connection, plan: PutPlan, encoded: Encoded, staged: list[int], dropped: Dropped
+    core: StoreCore, c: Connection, plan: PutPlan, encoded: Encoded, staged: list[int] | None, dropped: Dropped
 ) -> tuple[Entry, tuple[int, ...]]:
-    """Makes staged blobs an entry, and removes what it replaces and contains. Raises StalePlan."""
+    """Makes staged blobs an entry, and removes what it replaces and contains. Raises StalePlan.
+
+    staged=None: writes the blobs too.
+    """
     request = plan.request
     fingerprint = queries.add_fingerprint(c, core.fingerprint)
     found = look(core, c, fingerprint, request, publishing=True)
@@ -237,16 +236,20 @@ def _publish(
     for id in found.contained(core, c, request):
         core.drop(c, id, "contained", dropped)
     cuts = request.cuts
-    queries.insert_entry(c, entry, fingerprint, request.key, cuts.any, request.head)
+    queries.insert_entry(c, entry, fingerprint, request.key, cuts.any, request.head, saved=True)
     if not cuts.any:
         queries.insert_cuts(c, entry.id, fingerprint, request.key, cuts.counts)
-    for blob, part in zip(staged, encoded.parts, strict=True):
+    if staged is None:
+        chunk = core.budget.chunk_bytes()
+        for p in encoded.parts:
+            blob = queries_blobs.add_blob(c, p.name, p.kind, p.size, p.data.size, entry.id, p.digest)
+            blobs.write(c, blob, p.data, chunk)
+    for blob, part in zip(staged or (), encoded.parts, strict=staged is not None):
         if not queries_blobs.finish_blob(c, blob, entry.id, part.digest):
             raise StalePlan
     if entry.parent is not None:
         queries.touch(c, entry.id, 0, entry.last_used)
     queries.count_family(c, entry.family, 1, 0)
-    queries.set_family_flags(c, entry.id, True, False)
     return entry, queries_blobs.version(c, entry.id)
 
 
