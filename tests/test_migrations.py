@@ -19,7 +19,6 @@ from pathlib import Path
 import legacykit
 import pytest
 import storekit
-from kvstore.migrations.v2 import step as step_2
 from legacykit import Legacy, delta
 
 from kvstore import BusyError, MigrationError, NewerStoreError, NotAStoreError, ReadOnlyError, Store, migrations

@@ -18,7 +18,7 @@ from kvstore.migrations.v2 import step as step_2
 from kvstore.migrations.v3 import step as step_3
 
 from kvstore import MigrationError, Store, migrations
-from kvstore.storage import db, geometry, peek
+from kvstore.storage import db, peek
 from kvstore.storage.db import Database
 from kvstore.storage.policy import cuts_of
 
