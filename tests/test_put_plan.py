@@ -153,17 +153,21 @@ def test_an_entry_that_comes_meanwhile_and_is_contained_is_dropped(
 
 def test_sizes_follow_from_the_page() -> None:
     """The numbers that files and tests of other versions rely on."""
-    assert (geometry.PAGE_SIZE, geometry.LEAF_BYTES, geometry.CHUNK_BYTES) == (65536, 8199, 8199 - 17 + 16 * 65532)
+    assert geometry.PAGE_SIZE == 8192
+    assert [geometry.leaf_bytes(n) for n in (8192, 65536)] == [1003, 8199]
+    assert geometry.chunk_bytes(8192) == 1003 - 17 + 192 * 8188
+    assert geometry.chunk_bytes(65536) == 8199 - 17 + 24 * 65532
+    assert geometry.chunk_bytes(65536, 1) == 8199 - 17 + 65532
 
 
 def test_a_chunk_fills_whole_pages(open_store: Opener) -> None:
     """Seven chunks share the leaf in which each keeps its start; the rest of each fills its own pages."""
     store = open_store(cache_ram_mib=0)
-    data = np.frombuffer(noise(1, 7 * geometry.CHUNK_BYTES), np.uint8)
+    data = np.frombuffer(noise(1, 7 * geometry.chunk_bytes(8192)), np.uint8)
     store.put([1], b"x")
     with store._core.db.exclusive() as c:
         before = c.pragma("page_count")
     store.put([2], data)
     with store._core.db.exclusive() as c:
         added = c.pragma("page_count") - before
-    assert 7 * 16 <= added <= 7 * 16 + 4
+    assert 7 * 192 <= added <= 7 * 192 + 4

@@ -8,15 +8,15 @@ import numpy as np
 
 from ..types import Bytes
 from ..util.hashing import Hasher
-from . import geometry, queries_blobs
+from . import queries_blobs
 from .db import Connection
 from .queries_blobs import BlobRow
 
-# Start an early WAL fsync every N chunks and once M chunks before the end, so the final fsync is short. In a log whose file
-# grows each fsync also writes the file system's journal, so there are fewer: 256 MiB took 0.21 s with few and 0.23 s with
+# An early fsync of the log begins each time that so many bytes were written, so that the last one is short. In a log whose
+# file grows each fsync also writes the file system's journal, so there are fewer: 256 MiB took 0.21 s with few and 0.23 s with
 # many into a new log, 0.18 s and 0.15 s into one of full size.
-KICKS_NEW_LOG = (geometry.BATCH_CHUNKS, 12)
-KICKS_USED_LOG = (16, 4)
+SYNC_NEW_LOG = 64 << 20
+SYNC_USED_LOG = 16 << 20
 
 
 class UnreadableBlob(Exception):
@@ -129,23 +129,12 @@ def read(
     return out
 
 
-def write(
-    c: Connection,
-    blob: int,
-    data: Bytes,
-    first: int = 0,
-    count: int | None = None,
-    kick: Callable[[], None] | None = None,
-    kicks: tuple[int, int] = KICKS_NEW_LOG,
-) -> int:
-    """Writes up to `count` chunks of a state from chunk `first` on; gives the next chunk to write, or -1 at the end."""
-    every, before_end = kicks
-    seq, last = first, -(-data.size // geometry.CHUNK_BYTES)
-    for at in range(first * geometry.CHUNK_BYTES, data.size, geometry.CHUNK_BYTES):
+def write(c: Connection, blob: int, data: Bytes, chunk: int, first: int = 0, count: int | None = None) -> int:
+    """Writes up to `count` chunks of `chunk` bytes from chunk `first` on; gives the next one to write, or -1 at the end."""
+    seq = first
+    for at in range(first * chunk, data.size, chunk):
         if count is not None and seq - first >= count:
             return seq
-        queries_blobs.insert_chunk(c, blob, seq, data[at : at + geometry.CHUNK_BYTES])
+        queries_blobs.insert_chunk(c, blob, seq, data[at : at + chunk])
         seq += 1
-        if kick is not None and (seq % every == 0 or last - seq == before_end):
-            kick()
     return -1

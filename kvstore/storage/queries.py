@@ -175,19 +175,27 @@ def set_head(c: Connection, id: int, head: bytes | None) -> None:
 
 
 def insert_entry(
-    c: Connection, e: Entry, fingerprint: int, token_bytes: bytes, cut_any: bool, head: bytes | None = None
+    c: Connection,
+    e: Entry,
+    fingerprint: int,
+    token_bytes: bytes,
+    cut_any: bool,
+    head: bytes | None = None,
+    *,
+    saved: bool = False,
 ) -> None:
+    """saved: it is counted as saved in its family."""
     c.execute(
         "INSERT INTO entries(id, fingerprint, cut_any, n_tokens, tokens, head) VALUES(?,?,?,?,?,?)",
         (signed(e.id), fingerprint, int(cut_any), e.n_tokens, token_bytes, head),
     )
     c.execute(
         """INSERT INTO meta(entry, class, source, created_at, last_used, expires_at, ttl, hits, family, n_input, n_images,
- size, stored, parent, excerpt, use_order) VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)""",
+ size, stored, parent, excerpt, use_order, saved) VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)""",
         (
             signed(e.id), e.entry_class, e.source, e.created_at, e.last_used, e.expires_at, e.ttl, signed(e.hits),
             signed(e.family), e.n_input, e.n_images, e.size, e.stored,
-            None if e.parent is None else signed(e.parent), e.excerpt, next_use(c),
+            None if e.parent is None else signed(e.parent), e.excerpt, next_use(c), int(saved),
         ),
     )  # fmt: skip
     if not cut_any:
@@ -198,10 +206,17 @@ def insert_entry(
 _LAST_USE = 1 << 62
 
 
+_NEXT_USE = "SELECT max({})".format(
+    ", ".join(
+        f"ifnull((SELECT max(use_order) FROM meta WHERE class = '{name}' AND base = 0 AND use_order < {_LAST_USE}), 0)"
+        for name in CLASSES
+    )
+)
+
+
 def next_use(c: Connection) -> int:
     """The next place in the order of use."""
-    sql = f"SELECT max(use_order) FROM meta WHERE class = ? AND base = 0 AND use_order < {_LAST_USE}"
-    return 1 + max(c.execute(sql, (name,)).get or 0 for name in CLASSES)
+    return 1 + int(c.execute(_NEXT_USE).get)
 
 
 def update_meta(c: Connection, e: Entry) -> None:

@@ -68,6 +68,17 @@ def stage_blob(c: Connection, part: str, kind: str, size: int, stored: int, writ
     return c.last_insert_rowid()
 
 
+def add_blob(
+    c: Connection, part: str, kind: str, size: int, stored: int, id: int, digest: bytes, sample: int | None
+) -> int:
+    """A blob of an entry that is there, in the transaction that also writes its chunks; gives its id."""
+    c.execute(
+        "INSERT INTO blobs(part, kind, size, stored, entry, digest, sample) VALUES(?,?,?,?,?,?,?)",
+        (part, kind, size, stored, signed(id), digest, None if sample is None else signed(sample)),
+    )
+    return c.last_insert_rowid()
+
+
 def finish_blob(c: Connection, blob: int, id: int, digest: bytes, sample: int | None) -> bool:
     """Hands a staged blob to its entry; False where the blob is gone."""
     values = signed(id), digest, None if sample is None else signed(sample), blob

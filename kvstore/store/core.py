@@ -130,13 +130,17 @@ class StoreCore:
     # -- transactions
 
     @contextmanager
-    def transaction(self, *, durable: bool = True, wait: bool = True) -> Iterator[tuple[Connection, Dropped]]:
-        """A write transaction that takes the pending counters with it, and the list of (entry, why) that it drops.
+    def transaction(
+        self, *, durable: bool = True, wait: bool = True, counts: bool = False
+    ) -> Iterator[tuple[Connection, Dropped]]:
+        """A write transaction that takes the pending uses with it, and the list of (entry, why) that it drops.
+
+        counts: it takes all pending counters. A put does not: it would write one more page.
 
         After the commit, drops are logged and removed from the RAM layer; after a failure nothing is.
         """
         dropped = Dropped()
-        taken = self.counters.take()
+        taken = self.counters.take(counts=counts)
         try:
             with self.db.write(durable=durable, wait=wait) as c:
                 usage.write(c, taken)
@@ -164,7 +168,7 @@ class StoreCore:
     def flush(self) -> None:
         """Writes the pending counters to the file."""
         if self.counters:
-            with self.transaction(durable=False):
+            with self.transaction(durable=False, counts=True):
                 pass
 
     # -- a full disk

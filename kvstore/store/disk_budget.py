@@ -1,7 +1,7 @@
 """The disk budget: what is evicted before something is written, and how the file shrinks.
 
-The file may grow to the budget less a part that is kept for the log: while the log is emptied before every transaction,
-and no transaction writes more than that part, file and log fit at every moment. Room is made ahead, in transactions of
+The file may grow to the budget less a part that is kept for the log: while the log is emptied before a transaction that could
+make it larger than that part, file and log fit at every moment. Room is made ahead, in transactions of
 their own that are as small: eviction frees pages, and free pages are given back where the file is larger than it may be.
 """
 
@@ -18,6 +18,7 @@ from ..storage.db import Connection, Database
 from ..storage.disk import free_bytes
 from ..types import Entry
 
+LARGEST_LOG_PART = 64 << 20
 EVICTED_PER_STEP = 64  # by one transaction that prunes: others get their turn in between
 
 
@@ -72,8 +73,17 @@ class DiskBudget:
 
     def batch_bytes(self) -> int:
         """How much one transaction may write: a small budget gets a small log."""
-        largest = geometry.BATCH_CHUNKS * geometry.CHUNK_BYTES
-        return largest if not self.limited else max(geometry.SMALLEST_BATCH_BYTES, min(largest, self.budget // 16))
+        largest = geometry.BATCH_CHUNKS * geometry.chunk_bytes(self.page_size)
+        return min(largest, self._log_part()) if self.limited else largest
+
+    def _log_part(self) -> int:
+        """The bytes of the budget that are kept for the log."""
+        least = max(geometry.SMALLEST_BATCH_BYTES, 16 * self.page_size)
+        return max(least, min(LARGEST_LOG_PART, self.budget // 16))
+
+    def chunk_bytes(self) -> int:
+        """The size of a chunk, of which a batch holds at least one."""
+        return geometry.chunk_bytes(self.page_size, self.batch_bytes() if self.limited else None)
 
     def max_batch(self, n: int, pages_each: int) -> int:
         """How many of n steps one transaction may do, where each writes `pages_each` pages."""
@@ -92,8 +102,8 @@ class DiskBudget:
         return max(0, pages // 2 * self.page_size)
 
     def _most_pages(self, log_bytes: int) -> int:
-        """Pages that the file may have, if the log is empty and a transaction writes log_bytes."""
-        log_bytes = max(log_bytes, self.batch_bytes())
+        """Pages that the file may have while its log has log_bytes."""
+        log_bytes = max(log_bytes, self._log_part())
         return self.budget // self.page_size - self._pages(log_bytes) - geometry.LOG_PAGES
 
     def _pages(self, n_bytes: int) -> int:
@@ -104,7 +114,7 @@ class DiskBudget:
         if not self.limited:
             return True
         _, pages, free = queries_blobs.pages(c)
-        most = self._most_pages(log_bytes) - self._pages(self._db.wal_bytes())
+        most = self._most_pages(log_bytes + self._db.wal_bytes())
         return pages + max(0, self._pages(need_bytes) + geometry.NEW_PAGES - free) <= most
 
     @contextmanager
@@ -124,7 +134,6 @@ class DiskBudget:
                 if fits:
                     yield c, dropped
             if fits:
-                self.empty_log(wait=False)
                 return
             if time.monotonic() > give_up:
                 raise BusyError(
@@ -136,6 +145,9 @@ class DiskBudget:
         """Evicts, and shrinks the file, until need_bytes more fit."""
         if not self.limited:
             return
+        with self._db.read() as c:
+            if self.fits(c, need_bytes, log_bytes):
+                return
         need = self._pages(need_bytes) + geometry.NEW_PAGES
         most = self._most_pages(log_bytes)
         while True:
@@ -231,7 +243,7 @@ class DiskBudget:
                     evictions -= 1
                     _, pages, free = queries_blobs.pages(c)
                 if (surplus := min(free, pages - most)) > 0:
-                    surplus = min(surplus, geometry.FREE_PAGES_PER_STEP)
+                    surplus = min(surplus, self._pages(geometry.FREE_BYTES_PER_STEP))
                     queries_blobs.incremental_vacuum(c, self.max_batch(surplus, geometry.PAGES_PER_FREED))
                 changed = queries_blobs.pages(c) != before
             gone += [entry for entry, _ in dropped]
@@ -245,10 +257,10 @@ class DiskBudget:
                 )
         return gone
 
-    def shrink(self, n_pages: int) -> int:
-        """Gives up to n_pages free pages back to the file system; how many remain free."""
+    def shrink(self, n_bytes: int) -> int:
+        """Gives up to n_bytes of free pages back to the file system; how many remain free."""
         self.empty_log(wait=False)
-        _, free = self._vacuum(n_pages, wait=False)
+        _, free = self._vacuum(self._pages(n_bytes), wait=False)
         self._db.checkpoint(truncate=True, wait=False)
         return free
 
@@ -259,7 +271,7 @@ class DiskBudget:
         """
         while until is None or free_bytes(self._db.path) < until:
             self.empty_log()
-            before, left = self._vacuum(geometry.FREE_PAGES_PER_STEP if until is None else self._pages(until), wait=True)
+            before, left = self._vacuum(self._pages(geometry.FREE_BYTES_PER_STEP if until is None else until), wait=True)
             self._db.checkpoint(truncate=True)
             if left == 0 or left >= before:
                 return

@@ -118,7 +118,7 @@ def _adopt_one(core: StoreCore, id: int, learned: Entry) -> bool:
             return False
         if queries_blobs.version(c, base.id) != base.version:
             return False
-        shared = replace_parts(c, entry, encoded.parts, base.id)
+        shared = replace_parts(core, c, entry, encoded.parts, base.id)
         base.record_samples(c)
         if entry.parent is not None:
             dropped.bases += queries_chains.delete_childless_bases(c, [entry.parent])

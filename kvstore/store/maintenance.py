@@ -158,7 +158,7 @@ class Maintenance:
 
     def _flush(self, core: StoreCore) -> None:
         if core.counters:
-            with core.transaction(durable=False, wait=False):
+            with core.transaction(durable=False, wait=False, counts=True):
                 pass
 
     def _delete_orphans(self, core: StoreCore) -> None:
@@ -185,7 +185,7 @@ class Maintenance:
         with core.db.read() as c:
             free = queries_blobs.pages(c)[2]
         while free and not self._stop.is_set():
-            left = core.budget.shrink(geometry.FREE_PAGES_PER_RUN)
+            left = core.budget.shrink(geometry.FREE_BYTES_PER_RUN)
             if left == free:
                 break
             free = left

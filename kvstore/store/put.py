@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -137,7 +136,7 @@ def _mended(core: StoreCore, c: Connection, entry: Entry, request: PutRequest) -
     except Damaged as error:
         log.warning("entry %s is written anew: %s", entry.hex_id, error.reason)
         whole = entry_codec.encode_entry(core.reader, request.states, request.digests, request.samples, None, 0)
-        return replace_parts(c, entry, whole.parts, None)
+        return replace_parts(core, c, entry, whole.parts, None)
     return entry
 
 
@@ -159,28 +158,20 @@ def _write(core: StoreCore, plan: PutPlan, encoded: Encoded) -> tuple[Entry, tup
     """Writes what is to be stored: in one transaction, or staged in batches and published by the last one."""
     total = encoded.stored
     need = total + 3 * len(plan.request.key)
-    kicks = blobs.KICKS_USED_LOG if core.db.wal_bytes() >= total else blobs.KICKS_NEW_LOG
     if total >= RESERVE_FROM and not core.budget.limited:  # with a budget the log is emptied after each batch
         core.db.reserve_log(min(blobs.log_bytes(total), LOG_BYTES))
-    with core.db.sync_ahead() as kick:
-        write = functools.partial(blobs.write, kick=kick, kicks=kicks)
-        if total > core.budget.batch_bytes():
-            return _write_staged(core, plan, encoded, need, write)
-        with core.budget.reserve(need, need, plan.base_id) as (c, dropped):
-            staged = stage(c, encoded.parts, writers.process_name())
-            for blob, part in zip(staged, encoded.parts, strict=True):
-                write(c, blob, part.data)
-            return _publish(core, c, plan, encoded, staged, dropped)
+    if total > core.budget.batch_bytes():
+        return _write_staged(core, plan, encoded, need)
+    with core.budget.reserve(need, need, plan.base_id) as (c, dropped):
+        return _publish(core, c, plan, encoded, None, dropped)
 
 
-def _write_staged(
-    core: StoreCore, plan: PutPlan, encoded: Encoded, need: int, write: Callable[..., int]
-) -> tuple[Entry, tuple[int, ...]]:
+def _write_staged(core: StoreCore, plan: PutPlan, encoded: Encoded, need: int) -> tuple[Entry, tuple[int, ...]]:
     batch = core.budget.batch_bytes()
     with _staging(core) as writer:
         with core.budget.reserve(need, batch, plan.base_id, durable=False) as (c, _):
             staged = stage(c, encoded.parts, writer)
-        _write_batches(core, encoded.parts, staged, need, plan.base_id, writer, write)
+        _write_batches(core, encoded.parts, staged, need, plan.base_id, writer)
         left = need - encoded.stored
         with core.budget.reserve(left, left, plan.base_id) as (c, dropped):
             for blob, part in zip(staged, encoded.parts, strict=True):
@@ -196,24 +187,29 @@ def _write_batches(
     need: int,
     protect: int | None,
     writer: str,
-    write: Callable[..., int],
 ) -> None:
-    batch = core.budget.batch_bytes()
-    count = max(1, batch // geometry.CHUNK_BYTES)
-    logged = 0
-    for blob, part in zip(staged, parts, strict=True):
-        seq = 0
-        while seq >= 0:
-            left = need - seq * geometry.CHUNK_BYTES
-            with core.budget.reserve(left, min(left, batch), protect, durable=False) as (c, _):
-                if queries_blobs.blob_writer(c, blob) != writer:
-                    raise StalePlan
-                seq = write(c, blob, part.data, seq, count)
-            logged += count * geometry.CHUNK_BYTES
-            if logged > LOG_BYTES and not core.budget.limited:
-                core.db.checkpoint()
-                logged = 0
-        need -= part.data.size
+    batch, chunk = core.budget.batch_bytes(), core.budget.chunk_bytes()
+    count = max(1, batch // chunk)
+    sync_every = blobs.SYNC_USED_LOG if core.db.wal_bytes() >= need else blobs.SYNC_NEW_LOG
+    logged = unsynced = 0
+    with core.db.sync_ahead() as kick:
+        for blob, part in zip(staged, parts, strict=True):
+            seq = 0
+            while seq >= 0:
+                left = need - seq * chunk
+                with core.budget.reserve(left, min(left, batch), protect, durable=False) as (c, _):
+                    if queries_blobs.blob_writer(c, blob) != writer:
+                        raise StalePlan
+                    seq = blobs.write(c, blob, part.data, chunk, seq, count)
+                logged += count * chunk
+                unsynced += count * chunk
+                if unsynced >= sync_every:
+                    kick()
+                    unsynced = 0
+                if logged > LOG_BYTES and not core.budget.limited:
+                    core.db.checkpoint()
+                    logged = 0
+            need -= part.data.size
 
 
 @contextmanager
@@ -236,9 +232,12 @@ def _staging(core: StoreCore) -> Iterator[str]:
 
 
 def _publish(
-    core: StoreCore, c: Connection, plan: PutPlan, encoded: Encoded, staged: list[int], dropped: Dropped
+    core: StoreCore, c: Connection, plan: PutPlan, encoded: Encoded, staged: list[int] | None, dropped: Dropped
 ) -> tuple[Entry, tuple[int, ...]]:
-    """Makes staged blobs an entry, and removes what it replaces and contains. Raises StalePlan."""
+    """Makes staged blobs an entry, and removes what it replaces and contains. Raises StalePlan.
+
+    staged=None: writes the blobs too.
+    """
     request = plan.request
     fingerprint = queries.add_fingerprint(c, core.fingerprint)
     found = look(core, c, fingerprint, request, publishing=True)
@@ -246,13 +245,13 @@ def _publish(
         raise StalePlan
     entry = request.entry(core.now(), encoded.stored, plan.base_id)
     if request.base:
-        _insert(c, plan, encoded, staged, entry, fingerprint)
+        _insert(core, c, plan, encoded, staged, entry, fingerprint)
         queries_chains.set_base(c, entry.id, True)
         queries_maintenance.mark_unswept(c)  # it goes where nothing comes that needs it
         return entry, queries_blobs.version(c, entry.id)
     entry = _with_class(core, entry, found)
     with _same_id_dropped(core, c, plan, entry, found, dropped):
-        _insert(c, plan, encoded, staged, entry, fingerprint)
+        _insert(core, c, plan, encoded, staged, entry, fingerprint)
     # What the new one replaces and contains goes after it came: it may be stored against one of them, or need the same base.
     for id, _ in found.same:
         if id != entry.id:
@@ -262,19 +261,29 @@ def _publish(
     if entry.parent is not None:
         queries_chains.touch(c, entry.id, 0, entry.last_used)
     queries.count_family(c, entry.family, 1, 0)
-    queries.set_family_flags(c, entry.id, True, False)
     return entry, queries_blobs.version(c, entry.id)
 
 
 def _insert(
-    c: Connection, plan: PutPlan, encoded: Encoded, staged: list[int], entry: Entry, fingerprint: int
+    core: StoreCore,
+    c: Connection,
+    plan: PutPlan,
+    encoded: Encoded,
+    staged: list[int] | None,
+    entry: Entry,
+    fingerprint: int,
 ) -> None:
-    """Writes the rows of a new entry, and gives it its blobs. Raises StalePlan where one is gone."""
+    """Writes the rows of a new entry, and gives it its blobs, or writes these too. Raises StalePlan where one is gone."""
     request, cuts = plan.request, plan.request.cuts
-    queries.insert_entry(c, entry, fingerprint, request.key, cuts.any, request.head)
+    queries.insert_entry(c, entry, fingerprint, request.key, cuts.any, request.head, saved=not request.base)
     if not cuts.any:
         queries.insert_cuts(c, entry.id, fingerprint, request.key, cuts.counts)
-    for blob, part in zip(staged, encoded.parts, strict=True):
+    if staged is None:
+        chunk = core.budget.chunk_bytes()
+        for p in encoded.parts:
+            blob = queries_blobs.add_blob(c, p.name, p.kind, p.size, p.data.size, entry.id, p.digest, p.sample)
+            blobs.write(c, blob, p.data, chunk)
+    for blob, part in zip(staged or (), encoded.parts, strict=staged is not None):
         if not queries_blobs.finish_blob(c, blob, entry.id, part.digest, part.sample):
             raise StalePlan
     if plan.base is not None:

@@ -14,7 +14,7 @@ import numpy as np
 from .. import bkvd
 from ..errors import KVStoreError, StoreIOError
 from ..meta import MetaBlock
-from ..storage import closed_file, db, geometry, queries, queries_blobs, queries_chains, queries_maintenance, sqlite
+from ..storage import closed_file, db, queries, queries_blobs, queries_chains, queries_maintenance, sqlite
 from ..storage import integrity as audit
 from ..storage import schema as upgrade
 from ..storage.db import Connection
@@ -221,24 +221,39 @@ def remove_if_unused(path: str, created: tuple[int, int] | None, key: str | None
         database.close()
 
 
+def _page_size(path: str) -> int | None:
+    """The page size of a store whose first page is lost.
+
+    The second page says of each page after it what it is: those that follow are roots of tables (SQLite, file format, 1.8).
+    """
+    with open(path, "rb") as f:
+        for page_size in (1 << bits for bits in range(9, 17)):
+            f.seek(page_size)
+            if f.read(20) == b"\1\0\0\0\0" * 4:
+                return page_size
+    return None
+
+
 def with_first_page(path: str, copy: str) -> bool:
     """Copies a file, with the first page of a new store in place of its own; False if the file cannot be a store.
 
     Every store of one schema has its tables at the same pages, so their first page differs in counters alone.
     """
     size = os.path.getsize(path)
-    if size < 2 * geometry.PAGE_SIZE:
+    page_size = _page_size(path)
+    if page_size is None or size < 2 * page_size:
         return False
     db.reserve_file(copy)
     fresh = db.Database(copy)
+    fresh.new_page_size = page_size
     try:
         upgrade.prepare(fresh)
         fresh.checkpoint(truncate=True)
     finally:
         fresh.close()
     with open(copy, "r+b") as f:
-        page = bytearray(f.read(geometry.PAGE_SIZE))
-        page[28:32] = (size // geometry.PAGE_SIZE).to_bytes(4, "big")  # pages in the file
+        page = bytearray(f.read(page_size))
+        page[28:32] = (size // page_size).to_bytes(4, "big")  # pages in the file
         page[92:96] = page[24:28]  # which that number is valid for
         page[32:40] = bytes(8)  # no free pages
         f.seek(0)

@@ -36,6 +36,9 @@ ENTRIES_PER_PAGE = 256
 EntryId: TypeAlias = int | str | Entry
 _OF_TOKENS, _OF_ENTRY = "the number of tokens", "the number of tokens of the entry"
 FAMILIES_SHOWN = 100
+# A put of so many bytes, and every so many puts, wake the maintenance, which copies the log into the file: pages that several
+# small puts write are then copied once.
+WAKE_BYTES, WAKE_PUTS = 1 << 20, 64
 MAX_TIMEOUT = 2_000_000  # seconds; SQLite counts milliseconds in an int
 
 
@@ -120,6 +123,7 @@ class Store:
         core = open_core(self.path, build, create=not readonly and not memory, key=key, timeout=timeout)
         self._core = core
         self._behind = WriteBehind(core)
+        self._puts = 0
         self._write_behind = write_behind and not readonly
         self._maintenance: maintenance.Maintenance | None = None
         if not readonly and not memory:
@@ -206,7 +210,9 @@ class Store:
             head=None if head is None else bytes(head),
         )
         entry = self._behind.put(request) if self._write_behind else put.put(self._core, request)
-        self._wake()
+        self._puts += 1
+        if entry.size >= WAKE_BYTES or self._puts % WAKE_PUTS == 0:
+            self._wake()
         return entry
 
     def get(self, id: EntryId, *, n_tokens: int | None = None, count: bool = True) -> SavedState | None:
@@ -440,7 +446,7 @@ class Store:
         """Waits until everything that was put is on disk, with the counts of its uses."""
         self._settle()
         if not self._core.db.readonly:
-            with self._core.transaction():  # also waits for counts that another thread is writing
+            with self._core.transaction(counts=True):  # also waits for counts that another thread is writing
                 pass
 
     def close(self) -> None:

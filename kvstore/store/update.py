@@ -21,7 +21,7 @@ def stage(c: Connection, parts: list[Part], writer: str) -> list[int]:
     return [queries_blobs.stage_blob(c, p.name, p.kind, p.size, p.data.size, writer) for p in parts]
 
 
-def replace_parts(c: Connection, entry: Entry, parts: list[Part], parent: int | None) -> Entry:
+def replace_parts(core: StoreCore, c: Connection, entry: Entry, parts: list[Part], parent: int | None) -> Entry:
     """Stores the same states of an entry in another form, inside a transaction that has made room for them.
 
     What is stored against the entry is not touched: its states are the same.
@@ -29,8 +29,9 @@ def replace_parts(c: Connection, entry: Entry, parts: list[Part], parent: int | 
     for row in queries_blobs.blobs(c, entry.id):
         queries_blobs.delete_blob(c, row.id)
     staged = stage(c, parts, writers.process_name())
+    chunk = core.budget.chunk_bytes()
     for blob, part in zip(staged, parts, strict=True):
-        blobs.write(c, blob, part.data)
+        blobs.write(c, blob, part.data, chunk)
         queries_blobs.finish_blob(c, blob, entry.id, part.digest, part.sample)
     stored = sum(part.data.size for part in parts)
     queries.set_stored(c, entry.id, stored, parent)
@@ -110,7 +111,7 @@ def keep_children(
                 core.drop(c, child, "disk_budget", dropped)
                 continue
             parts, parent = without_parent(core, c, queries_chains.links(c, child))
-            replace_parts(c, entry, parts, parent)
+            replace_parts(core, c, entry, parts, parent)
         except CorruptStoreError as error:
             core.drop(c, child, f"damaged: {getattr(error, 'reason', error.message)}", dropped)
 
