@@ -104,7 +104,10 @@ class OfMessages:
                 thinking = {"type": "thinking", "thinking": "Where?", "signature": "s"}
                 messages.append({"role": "assistant", "content": [thinking, {"type": "text", "text": "I look."}, call]})
                 result = [{"type": "tool_result", "tool_use_id": f"c{i}", "content": [{"type": "text", "text": "rain"}]}]
-        system = [{"type": "text", "text": "Be kind."}, {"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}]
+        system = [
+            {"type": "text", "text": "Be kind."},
+            {"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}},
+        ]
         tools = [{"name": n, "description": d, "input_schema": p} for n, d, p in TOOLS]
         return {"model": "any", "system": system, "messages": messages, "tools": tools, "max_tokens": 8, "temperature": 0}
 
