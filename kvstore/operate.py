@@ -10,7 +10,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator
 
-from .errors import CorruptStoreError, InvalidInputError, KVStoreError, NotAStoreError, NotFoundError, StoreIOError
+from .errors import CorruptStoreError, InvalidInputError, KVStoreError, NotAStoreError, NotFoundError
 from .storage import db, peek, queries, queries_chains, queries_lists, queries_maintenance
 from .storage.entry_reader import Damaged
 from .store import backup as backups
@@ -22,6 +22,7 @@ from .store.store import ENTRIES_PER_PAGE, Store
 from .store.transfer import Exported
 from .store.verify import Problem, Progress
 from .types import CLASSES, Entry, EntryClass, FamilyStats, hex_id
+from .util import fsutil
 from .util.validate import U64, check_id, check_int, choice
 
 __all__ = [
@@ -294,7 +295,7 @@ def wipe(store: Store) -> None:
 def _existing(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     if not os.path.exists(text):
-        raise StoreIOError(f"{text} does not exist", path=text, hint="give the path of a kvstore file")
+        raise fsutil.MissingFileError(text)
     peek.refuse_other_kinds(text)
     text = db.resolve(text)
     db.refuse_network_filesystem(text)

@@ -172,7 +172,7 @@ def _read_key(key_file: str) -> str:
 
 def open_store(path: str, key_file: str | None = None, *, create: bool = False, readonly: bool = True, **more: Any) -> Store:
     if not create and not os.path.exists(path):
-        raise StoreIOError(f"{path} does not exist", path=path, hint="give the path of a kvstore file")
+        raise fsutil.MissingFileError(path)
     return Store(path, readonly=readonly, cache_ram_mib=more.pop("cache_ram_mib", 0), key=key_of(key_file), **more)
 
 
@@ -287,6 +287,8 @@ def tokens_of(text: str) -> Any:
             text = sys.stdin.read() if text == "-" else Path(text).read_text(encoding="utf-8")
         values = json.loads(text if text.lstrip().startswith("[") else "[" + ",".join(text.split()) + "]")
         tokens = np.array(values)
+    except FileNotFoundError:
+        raise fsutil.MissingFileError(text, "give --tokens a JSON list, or a file that contains one") from None
     except (OSError, ValueError) as error:
         hint = "give a JSON list, or a file that contains one"
         raise InvalidInputError(f"--tokens is not a list of token ids: {error}", hint=hint) from None
@@ -297,8 +299,8 @@ def usage(message: str) -> NoReturn:
     raise click.UsageError(message, click.get_current_context())
 
 
-def missing(path: str) -> StoreIOError:
-    return StoreIOError(f"{path} does not exist", path=path, hint="check the path")
+def missing(path: str) -> KVStoreError:
+    return fsutil.MissingFileError(path, "check the path")
 
 
 def is_stdout(path: str) -> bool:

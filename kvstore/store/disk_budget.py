@@ -7,6 +7,7 @@ their own that are as small: eviction frees pages, and free pages are given back
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -125,9 +126,9 @@ class DiskBudget:
 
         `protect` is not evicted. Raises OverBudgetError, and evicts nothing, if evicting all others would not be enough.
         """
-        give_up = time.monotonic() + 2 * self._db.timeout
+        give_up = time.monotonic() + self._db.timeout
         while True:
-            self.evict_until(need_bytes, log_bytes, protect)
+            self.evict_until(need_bytes, log_bytes, protect, give_up)
             fits = False
             with self._core.transaction(durable=durable) as (c, dropped):
                 fits = self.fits(c, need_bytes, log_bytes)  # another process may have taken the room
@@ -136,13 +137,17 @@ class DiskBudget:
             if fits:
                 return
             if time.monotonic() > give_up:
+                read = self._db.wal_bytes()
                 raise BusyError(
-                    f"{self._db.path}: its log cannot be emptied, or others fill the room that is made",
+                    f"no room was found for the entry within {self._db.timeout:g} s: "
+                    + (f"another process reads an older state of {self._db.path}" if read else
+                       f"other processes fill the room that is made in {self._db.path}"),
                     path=self._db.path,
-                )
+                    hint="try again when it has finished" if read else "try again",
+                )  # fmt: skip
 
-    def evict_until(self, need_bytes: int, log_bytes: int, protect: int | None) -> None:
-        """Evicts, and shrinks the file, until need_bytes more fit."""
+    def evict_until(self, need_bytes: int, log_bytes: int, protect: int | None, give_up: float = math.inf) -> None:
+        """Evicts, and shrinks the file, until need_bytes more fit. From `give_up` on, it waits for no reader."""
         if not self.limited:
             return
         with self._db.read() as c:
@@ -151,7 +156,7 @@ class DiskBudget:
         need = self._pages(need_bytes) + geometry.NEW_PAGES
         most = self._most_pages(log_bytes)
         while True:
-            self.empty_log()
+            self.empty_log(wait=time.monotonic() < give_up)
             with self._db.read() as c:
                 _, pages, free = queries_blobs.pages(c)
                 if pages + max(0, need - free) <= most:
@@ -232,9 +237,9 @@ class DiskBudget:
         self.check_size(max_bytes)
         most = max_bytes // self.page_size
         gone: list[Entry] = []
-        give_up = time.monotonic() + 2 * self._db.timeout
+        give_up = time.monotonic() + self._db.timeout
         while self._db.file_bytes() > max_bytes:
-            self._db.checkpoint(truncate=True)
+            self._db.checkpoint(truncate=True, wait=time.monotonic() < give_up)
             with self._core.transaction(durable=False) as (c, dropped):
                 _, pages, free = before = queries_blobs.pages(c)
                 evictions = self.max_batch(EVICTED_PER_STEP, geometry.PAGES_EVICTED)
@@ -247,11 +252,11 @@ class DiskBudget:
                     queries_blobs.incremental_vacuum(c, self.max_batch(surplus, geometry.PAGES_PER_FREED))
                 changed = queries_blobs.pages(c) != before
             gone += [entry for entry, _ in dropped]
-            emptied = self._db.checkpoint(truncate=True)
+            emptied = self._db.checkpoint(truncate=True, wait=time.monotonic() < give_up)
             if not changed and (emptied or time.monotonic() > give_up) and self._db.file_bytes() > max_bytes:
                 path, left = self._db.path, self._db.file_bytes()
                 raise BusyError(
-                    f"{path} still has {left} bytes: another process reads its log, or puts",
+                    f"{path} still has {left} bytes: another process reads an older state of it, or puts",
                     path=path,
                     hint="try again when it has finished",
                 )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from ..errors import CorruptStoreError
+from .. import layout
+from ..errors import CorruptStoreError, LayoutError
 from ..storage import queries, queries_chains
 from ..storage.entry_reader import Damaged, EntryReader
-from ..types import SavedState, hex_id
+from ..types import Bytes, Entry, SavedState, hex_id
 from .core import StoreCore
 
 log = logging.getLogger("kvstore")
@@ -23,6 +24,17 @@ def get(core: StoreCore, id: int) -> SavedState | None:
     core.counters.use(id, core.now())
     core.counters.count("hits")
     return dataclasses.replace(saved, entry=core.with_uses(saved.entry))
+
+
+def refuse_opaque(entry: Entry, *states: Bytes | None) -> None:
+    """Raises LayoutError if one of the states has no layout that is understood, so that it cannot be cropped."""
+    for state in states:
+        try:
+            if state is not None:
+                layout.parse(state)
+        except LayoutError as error:
+            message = f"entry {entry.hex_id} is not a llama.cpp state, so it cannot be cut"
+            raise LayoutError(message, hint=f"use all of its {entry.n_tokens} tokens; {error.message}") from None
 
 
 def read(core: StoreCore, id: int) -> SavedState | None:

@@ -43,6 +43,7 @@ def learn(core: StoreCore, id: int, n_tokens: int, entry_class: EntryClass, sour
     main, draft = saved.main, saved.draft
     tokens = saved.tokens[:n_tokens]
     if n_tokens < saved.entry.n_tokens:
+        get.refuse_opaque(saved.entry, main)
         main = layout.crop(main, n_tokens)
         if draft is not None:
             try:

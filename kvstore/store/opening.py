@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from ..errors import BusyError, DiskFullError, KVStoreError, StoreIOError
+from ..errors import BusyError, DiskFullError, KVStoreError
 from ..storage import closed_file, db, disk, geometry, queries_blobs
+from ..util.fsutil import MissingFileError
 from . import maintenance
 from .core import StoreCore
 from .write_behind import WriteBehind
@@ -59,7 +60,7 @@ def open_core(path: str, build: Callable[[], StoreCore], *, create: bool, key: s
     started = time.monotonic()
     for tries_left in reversed(range(TRIES)):
         if not create and path != db.MEMORY and not os.path.exists(path):
-            raise StoreIOError(f"{path} does not exist", path=path)
+            raise MissingFileError(path)
         if create:
             created = db.reserve_file(path) or (created and db.identity(path) == before)
         before = db.identity(path)

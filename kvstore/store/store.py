@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from .. import layout, meta
-from ..errors import InvalidInputError, LayoutError, NotFoundError
+from ..errors import InvalidInputError, NotFoundError
 from ..storage import db, policy, queries, queries_blobs, queries_lists, queries_maintenance
 from ..storage import prefix_index as prefixes
 from ..storage.ram_cache import RamCache
@@ -44,13 +44,7 @@ MAX_TIMEOUT = 2_000_000  # seconds; SQLite counts milliseconds in an int
 
 def _cut(saved: SavedState, n: int) -> SavedState:
     """The state of the first n tokens. Raises LayoutError."""
-    for part in (saved.main, saved.draft):
-        try:
-            if part is not None:
-                layout.parse(part)
-        except LayoutError as error:
-            message = f"entry {saved.entry.hex_id} is not a llama.cpp state, so it cannot be cut"
-            raise LayoutError(message, hint=f"get it without n_tokens ({error.message})") from None
+    get.refuse_opaque(saved.entry, saved.main, saved.draft)
     draft = None if saved.draft is None else layout.crop(saved.draft, n)
     return SavedState(saved.entry, saved.tokens[:n], layout.crop(saved.main, n), draft)
 
@@ -100,7 +94,7 @@ class Store:
         sizes = {"cache_ram_mib": cache_ram_mib, "cache_disk_mib": cache_disk_mib}
         for name, value in (sizes if min_saved_mib is None else sizes | {"min_saved_mib": min_saved_mib}).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise InvalidInputError(f"{name} is {value!r}, not a number of MiB")
+                raise InvalidInputError(f"{name} is {value!r}, not a number of MiB", hint="8192 is 8 GiB, 0.5 is 512 KiB")
         if min_saved_mib is not None and min_saved_mib < 0:
             raise InvalidInputError(f"min_saved_mib is {min_saved_mib}", hint="give 0 or more")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout <= MAX_TIMEOUT:
