@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 from ..errors import BusyError, DiskFullError, KVStoreError, StoreIOError
 from ..storage import closed_file, db, disk
@@ -17,12 +18,22 @@ from .write_behind import WriteBehind
 TRIES = 8  # of an open whose new file another process removes
 
 
-def close_core(core: StoreCore, behind: WriteBehind, background: upkeep.Upkeep | None) -> None:
+class Closable(Protocol):
+    def is_thread(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+def close_core(
+    core: StoreCore, behind: WriteBehind, background: upkeep.Upkeep | None, remote: Closable | None = None
+) -> None:
     if os.getpid() != core.db.pid:
         return  # a forked child leaves its parent's files alone
-    if behind.is_writer():  # a Store that nobody holds any more may be collected by any thread; this one is waited for
-        threading.Thread(target=close_core, args=(core, behind, background), name="kvstore-close").start()
+    # A Store that nobody holds any more may be collected by any thread; these are waited for.
+    if behind.is_writer() or (remote is not None and remote.is_thread()):
+        threading.Thread(target=close_core, args=(core, behind, background, remote), name="kvstore-close").start()
         return
+    if remote is not None:
+        remote.close()
     behind.close()
     if background is not None:
         background.stop()
