@@ -110,6 +110,7 @@ class FleetClient:
         self.polled_at = 0.0  # by `clock`; 0 for never
         self.offset = 0.0  # of the object store's clock against ours, where they differ by minutes
         self._clock, self._chance = clock, chance
+        self.listings = 0  # full ones
         self._own: dict[str, tuple[float, float]] = {}
         self._listed: dict[str, float] = {}
         self._running: dict[str, _Shared] = {}
@@ -157,6 +158,7 @@ class FleetClient:
             new += await self._take(names, f"{names.prefix}/{day}", None, generation)
         self.index.end_listing(names, generation, int(began))
         self._listed[names.fp] = began
+        self.listings += 1
         return new
 
     async def _take(self, names: Names, prefix: str, offset: str | None, generation: int | None = None) -> list[Indexed]:

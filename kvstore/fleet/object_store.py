@@ -52,9 +52,13 @@ class GoneError(Exception):
 class ObjectStore:
     """One root in an object store. All calls but `blocking` ones are for an event loop, and can be cancelled."""
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
-        """Makes no request. Raises InvalidInputError for an address or options that cannot be right."""
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, create: bool = True) -> None:
+        """Makes no request. Raises InvalidInputError for an address or options that cannot be right.
+
+        create: a folder that does not exist is made.
+        """
         self.url = url
+        self._create = create
         self.requests: Counter[str] = Counter()
         given = dict(options or {})
         self._secrets = _secrets(given)
@@ -76,7 +80,7 @@ class ObjectStore:
                 with _MEMORY_LOCK:
                     return _MEMORY.setdefault(self.url, stores.MemoryStore())
             if parts.scheme == "file":
-                return _folder(parts.netloc, parts.path, options)
+                return _folder(parts.netloc, parts.path, options, self._create)
             if not parts.netloc:
                 raise InvalidInputError(f"remote {self.url} names no bucket", hint=f"give {parts.scheme}://BUCKET/PREFIX")
             client = {**CLIENT_OPTIONS, **_mapping(options.pop("client_options", None), "client_options")}
@@ -192,7 +196,7 @@ async def _beside(pieces: Iterator[bytes | bytearray]) -> AsyncIterator[bytes | 
         yield piece
 
 
-def _folder(host: str, path: str, options: Mapping[str, Any]) -> Any:
+def _folder(host: str, path: str, options: Mapping[str, Any], create: bool) -> Any:
     if host not in ("", "localhost"):
         raise InvalidInputError(f"remote file://{host}{path} names a host", hint="give file:///FOLDER")
     if options:
@@ -202,6 +206,8 @@ def _folder(host: str, path: str, options: Mapping[str, Any]) -> Any:
         folder = folder.lstrip("/")
     if not folder.strip("/"):
         raise InvalidInputError("remote file:// names no folder", hint="give file:///FOLDER")
+    if not create and not os.path.isdir(folder):
+        raise InvalidInputError(f"{folder} is not a folder", hint="check the address: file:///FOLDER")
     return stores.LocalStore(folder, mkdir=True)
 
 

@@ -9,7 +9,6 @@ import asyncio
 import concurrent.futures
 import logging
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -25,41 +24,28 @@ from .client import BadObjectError, Fetched, FleetClient, MissingObjectError, sa
 from .contents import PublishedState
 from .estimate import Decision
 from .index import Indexed, RemoteIndex
-from .names import BLOCK, MIN_TOKENS, Names
+from .intake import Intake, Keeper
+from .names import BLOCK, Names
 from .object_store import GoneError, ObjectStore
 from .options import RemoteOptions
+from .publisher import Published, Publisher
 from .sealing import RefusedError
 from .transfer import Progress
-from .uploads import UploadQueue, Waiting
 
 log = logging.getLogger("kvstore.fleet")
 T = TypeVar("T")
 OPEN_SECONDS = 1.0  # after an open, a match waits at most until then for the first listing
 CANDIDATES_TRIED = 3
 TICK_SECONDS = 1.0
-PREFETCH_WAIT = 60.0  # at most, so that not all machines fetch at once
 CLOSE_SECONDS = 2.0
-UPLOAD_TRIES = 3
 THREADS = 6
 
 
-class LocalFace(Protocol):
+class LocalFace(Published, Keeper, Protocol):
     """The store beside the remote. All calls block, and are made by threads of the remote."""
 
-    def read(self, id: int) -> PublishedState | None: ...
-    def exists(self, id: int) -> bool: ...
-    def tokens(self, id: int) -> Tokens | None:
-        """The tokens of an entry that is on disk; None where there is none, or it is not yet there."""
-
-    def cuttable(self, state: PublishedState) -> bool:
-        """Whether the states can be cut at any token."""
-
-    def cut(self, state: PublishedState, n_tokens: int) -> PublishedState: ...
-    def keep(self, state: PublishedState, id: int) -> int | None:
-        """Puts a fetched state; its id in the store, or None where it could not be kept."""
-
-    def kept_classes(self) -> list[Entry]:
-        """The learned and pinned entries."""
+    def cut(self, state: PublishedState, n_tokens: int) -> PublishedState:
+        """The state of the first n_tokens. Raises RefusedError."""
 
 
 class Remote:
@@ -82,24 +68,19 @@ class Remote:
         self._file = _index_file(MEMORY if path == MEMORY or readonly else path + SUFFIX)
         self.index = RemoteIndex(self._file, names)
         self.client = FleetClient(store, self.index, local, options)
-        self.prefill_rate: float | None = None  # tokens a second, where the caller measures it
-        self._queue = UploadQueue()
         self._opened = time.monotonic()
         self._first = threading.Event()  # the first listing has ended, well or not
         self._wanted = False
         self._idle = threading.Condition()
         self._busy = 0
-        self._prefetched = 0
-        self._checked: set[int] = set()
-        self._rescan = options.publish != "none"
         self._closing = False
         self._pid = os.getpid()
-        self._keeper = ThreadPoolExecutor(1, "kvstore-fleet-keep")
         self._loop = asyncio.new_event_loop()
         self._pool = ThreadPoolExecutor(THREADS, "kvstore-fleet")
         self._loop.set_default_executor(self._pool)
         self._wake: asyncio.Event | None = None
-        self._offered: asyncio.Event | None = None
+        self._publisher = Publisher(self.client, local, self._work, active=not readonly)
+        self._intake = Intake(self.client, local, self._work, self._publisher.checked.add, active=not readonly)
         self._tried_at = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="kvstore-fleet", daemon=True)
@@ -126,10 +107,10 @@ class Remote:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _main(self) -> None:
-        self._wake, self._offered = asyncio.Event(), asyncio.Event()
+        self._wake, self._publisher.offered = asyncio.Event(), asyncio.Event()
         await self._poll()
         self._first.set()
-        self._start(self._upload_all())
+        self._start(self._publisher.run())
         while not self._closing:
             if self._wanted and self._may_poll():
                 self._wanted = False
@@ -155,19 +136,22 @@ class Remote:
     async def _poll(self) -> bool:
         """One poll; a failure is counted. Whether it went well."""
         self._tried_at = time.monotonic()
+        listings = self.client.listings
         try:
             new = await self.client.poll()
         except KVStoreError as error:
             self.client.failed(error)
             return False
         self.client.succeeded()
+        if listings and self.client.listings > listings:
+            self._publisher.look_again()
         if self.options.prefetch_bytes and not self.readonly:
-            self._start(self._prefetch(new))
+            self._start(self._intake.prefetch(new))
         return True
 
     def _notify(self) -> None:
         def wake() -> None:
-            for event in (self._wake, self._offered):
+            for event in (self._wake, self._publisher.offered):
                 if event is not None:
                     event.set()
 
@@ -281,7 +265,7 @@ class Remote:
                     return None
             else:
                 self.client.succeeded()
-                self._keep(fetched)
+                self._intake.keep(fetched)
                 self._start(self._used(fetched))
                 return served
         return None
@@ -313,44 +297,21 @@ class Remote:
         except KVStoreError as error:
             self.client.failed(error)
 
-    def _keep(self, fetched: Fetched) -> None:
-        """Puts what was fetched into the local store, behind."""
-        if self.readonly:
-            return
-        self._work(1)
+    # -- publish and pull
 
-        def put() -> None:
-            try:
-                self._put(fetched)
-            except Exception:
-                log.warning("a fetched state was not kept", exc_info=True)
-            finally:
-                self._work(-1)
+    @property
+    def prefill_rate(self) -> float | None:
+        """Tokens a second that this machine computes, where the caller measures it."""
+        return self._publisher.prefill_rate
 
-        try:
-            self._keeper.submit(put)
-        except RuntimeError:  # closing
-            self._work(-1)
-
-    def _put(self, fetched: Fetched) -> None:
-        for each in (fetched.parent, (fetched.found, fetched.state)):
-            if each is None:
-                continue
-            found, state = each
-            id = self._local.keep(state, 0)
-            if id is not None:
-                self.index.set_local_entry(self.index.names_of(found.name), found.name.state, id)
-                self._checked.add(id)
-
-    # -- publish
+    @prefill_rate.setter
+    def prefill_rate(self, rate: float | None) -> None:
+        self._publisher.prefill_rate = rate
 
     def offer(self, entry: Entry) -> None:
         """Queues an entry to be published, where it is of those that are. Never waits."""
-        wanted = self.options.publish == "all" or (self.options.publish == "learned" and entry.entry_class != "normal")
-        if not wanted or self.readonly or entry.n_tokens < MIN_TOKENS or entry.n_images:
-            return
-        self._queue.add(Waiting(entry.id, entry.n_tokens, entry.entry_class))
-        self._notify()
+        if self._publisher.offer(entry):
+            self._notify()
 
     def learner(self, learn: Callable[[], Iterable[Entry]]) -> Callable[[], None]:
         """`learn`, whose entries are then offered."""
@@ -363,106 +324,29 @@ class Remote:
 
     def push(self, id: int) -> Indexed | None:
         """Publishes an entry now; gives its object, or None where there is none. Raises RemoteError, RemoteDeniedError."""
-        return self._call(self._push(id))
+        return self._call(self._publisher.push(id))
 
-    async def _push(self, id: int) -> Indexed | None:
-        await self.client.poll()
-        return await self._publish(Waiting(id, 0, "pinned"))
+    def pull(self, found: Indexed) -> bool:
+        """Fetches an object and puts it here; False where its state is here already. Raises RemoteError."""
+        if self._intake.is_here(found):
+            return False
+        fetched = self._call(self._intake.pull(found))
+        if fetched is not None:
+            self._intake.put(fetched)
+        return fetched is not None
 
-    async def _upload_all(self) -> None:
-        assert self._offered is not None
-        while True:
-            self._work(1)
-            try:
-                await self._upload_next()
-            finally:
-                self._work(-1)
-            if not self._queue or self.client.breaker.open:
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._offered.wait(), TICK_SECONDS)
-                self._offered.clear()
+    def pull_all(self, *, learned: bool = False) -> list[str]:
+        """Fetches all objects, or the learned ones, that are not here; their paths. Parents come before their children.
 
-    async def _upload_next(self) -> None:
-        if self.client.breaker.open or self.readonly:
-            return
-        if self._rescan:
-            self._rescan = False
-            await self._find_unpublished()
-        waiting = self._queue.take()
-        if waiting is not None:
-            await self._upload(waiting)
-
-    async def _upload(self, waiting: Waiting) -> None:
-        try:
-            await self.client.poll()
-            await self._publish(waiting)
-            self.client.succeeded()
-        except KVStoreError as error:
-            self.client.failed(error)
-            if waiting.tries + 1 < UPLOAD_TRIES:
-                self._queue.add(waiting.again())
-            await asyncio.sleep(0.2 * (1 + random.random()))
-        except Exception:
-            log.warning("an entry was not published", exc_info=True)
-
-    async def _publish(self, waiting: Waiting) -> Indexed | None:
-        loop = asyncio.get_running_loop()
-        tokens = await loop.run_in_executor(None, self._local.tokens, waiting.id)
-        if tokens is None or len(tokens) < MIN_TOKENS:
-            return None
-        self._checked.add(waiting.id)
-        if waiting.entry_class == "normal" and not self._pays(len(tokens)):
-            return None
-        known = await self.client.published(tokens)
-        if known is not None:
-            return known
-        state = await loop.run_in_executor(None, self._local.read, waiting.id)
-        if state is None:
-            return None
-        cuttable = await loop.run_in_executor(None, self._local.cuttable, state)
-        return await self.client.publish(state, cuttable=cuttable, id=waiting.id)
-
-    def _pays(self, n_tokens: int) -> bool:
-        """Whether others would compute a chat for longer than they fetch it, where the speed of computing is known."""
-        if self.prefill_rate is None or not self.prefill_rate:
-            return True
-        return n_tokens / self.prefill_rate > self.client.link.latency
-
-    async def _find_unpublished(self) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            entries = await loop.run_in_executor(None, self._local.kept_classes)
-        except KVStoreError as error:
-            log.info("the learned entries were not read: %s", error.message)
-            return
-        recent = time.time() - self.options.lifetime / 2
-        for entry in sorted(entries, key=lambda e: e.n_tokens):
-            if entry.id not in self._checked and entry.last_used >= recent:
-                self._queue.add_later(Waiting(entry.id, entry.n_tokens, entry.entry_class))
-
-    # -- prefetch
-
-    async def _prefetch(self, new: list[Indexed]) -> None:
-        wanted = [each for each in new if each.name.kind in "lL" and not each.name.is_delta]
-        for found in sorted(wanted, key=lambda each: -each.modified):
-            if self._prefetched + found.size > self.options.prefetch_bytes:
-                return
-            await asyncio.sleep(random.random() * min(PREFETCH_WAIT, 2 * self.options.poll_seconds))
-            if self.client.breaker.open or self._is_here(found):
-                continue
-            try:
-                self._keep(await self.client.fetch(found))
-                self._prefetched += found.size
-            except BadObjectError as error:
-                self.client.refused(error)
-            except GoneError:
-                self.index.forget(found)
-            except KVStoreError as error:
-                self.client.failed(error)
-
-    def _is_here(self, found: Indexed) -> bool:
-        id = self.index.local_entry(self.index.names_of(found.name), found.name.state)
-        return id is not None and self._local.exists(id)
+        Raises RemoteError.
+        """
+        done: list[str] = []
+        for names in self.index.names:
+            found = [each for each in self.index.all(names) if not learned or each.name.entry_class == "learned"]
+            for each in sorted(found, key=lambda each: (each.name.is_delta, each.name.n_tokens, -each.modified)):
+                if self.pull(each):
+                    done.append(each.path)
+        return done
 
     # -- the rest
 
@@ -497,7 +381,7 @@ class Remote:
         object store does not answer."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._idle:
-            while self._busy or (self._queue and not self._closing):
+            while self._busy or (self._publisher.queue and not self._closing):
                 if not self._busy and self.client.breaker.failing:
                     return False
                 left = 0.05 if deadline is None else min(0.05, deadline - time.monotonic())
@@ -520,7 +404,7 @@ class Remote:
         self._notify()
         self._cancel()
         self._thread.join(CLOSE_SECONDS)
-        self._keeper.shutdown(wait=True)
+        self._intake.close()
         self._pool.shutdown(wait=False)
         if not self._thread.is_alive():
             self._loop.close()

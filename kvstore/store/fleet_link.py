@@ -15,6 +15,7 @@ from .put_request import new_request
 from .write_behind import WriteBehind
 
 PAGE = 256
+MAX_CHAIN = 64
 
 
 class FleetLink:
@@ -61,7 +62,19 @@ class FleetLink:
             raise RefusedError(f"its state cannot be cut: {error.message}") from error
         return PublishedState(state.facts, state.tokens[:n_tokens], main, draft)
 
-    def keep(self, state: PublishedState, id: int) -> int | None:
+    def base(self, id: int) -> int | None:
+        with self._core.db.read() as c:
+            for _ in range(MAX_CHAIN):
+                entry = queries.entry(c, id, None)
+                if entry is None or entry.parent is None:
+                    return None
+                id = entry.parent
+                parent = queries.entry(c, id, None)
+                if parent is not None and parent.entry_class == "learned":
+                    return id
+        return None
+
+    def keep(self, state: PublishedState) -> int | None:
         facts = state.facts
         request = new_request(
             state.tokens,
@@ -76,7 +89,6 @@ class FleetLink:
             n_images=facts.n_images,
             share=True,
             head=facts.head,
-            id=id or None,
         )
         entry = self._behind.put(request) if self._write_behind else put.put(self._core, request)
         return entry.id
