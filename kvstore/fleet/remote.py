@@ -241,11 +241,13 @@ class Remote:
     async def _fetch(self, match: RemoteMatch, progress: Progress, longest: bool) -> PublishedState | None:
         n_local = match.n_common - match.n_saved
         loop = asyncio.get_running_loop()
+        tried: set[str] = set()
         for _ in range(CANDIDATES_TRIED):
-            candidate = await loop.run_in_executor(None, self._candidate, match, n_local)
+            candidate = await loop.run_in_executor(None, self._candidate, match, n_local, tried)
             if candidate is None:
                 return None
             found, n_common = candidate
+            tried.add(found.path)
             try:
                 fetched = await self.client.fetch(found, progress)
                 n = await loop.run_in_executor(None, self._served, fetched, match.tokens, n_common, longest)
@@ -270,10 +272,10 @@ class Remote:
                 return served
         return None
 
-    def _candidate(self, match: RemoteMatch, n_local: int) -> tuple[Indexed, int] | None:
-        """The object of a match where it is still offered, else the next best."""
+    def _candidate(self, match: RemoteMatch, n_local: int, tried: set[str]) -> tuple[Indexed, int] | None:
+        """The object of a match where it is still offered, else the next best; none twice."""
         chains = [(names, names.chain(match.tokens)) for names in self.index.names]
-        offered = list(self._usable(chains, n_local))
+        offered = [each for each in self._usable(chains, n_local) if each.found.path not in tried]
         for each in offered:
             if each.found.path == match.path:
                 return each.found, each.n_common
