@@ -285,6 +285,8 @@ class FleetClient:
         if found.size > COPY_LIMIT:
             return None
         name = found.name.renamed(self.now())
+        if name.path == found.path:
+            return found
         began = self._clock()
         try:
             await self.store.copy(found.path, name.path)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import secrets
+import shutil
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -138,7 +140,11 @@ class ObjectStore:
         """A copy inside the object store: no bytes pass through here."""
         with self._translated("copy", source):
             self.requests["COPY"] += 1
-            await obstore.copy_async(self._store, source, target)
+            if self.folder is not None:
+                # obstore makes a hard link, which keeps the time of the old file: the copy would be as old.
+                await asyncio.get_running_loop().run_in_executor(None, _copy_file, self.folder / source, self.folder / target)
+            else:
+                await obstore.copy_async(self._store, source, target)
 
     async def delete(self, paths: list[str]) -> None:
         """Objects that are gone already are no failure."""
@@ -178,7 +184,7 @@ class ObjectStore:
         text = " ".join(str(error).split())
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        text = re.sub(r"\?[^\s\")]+", "?...", text)
+        text = re.sub(r"(https?://[^/\s]+)/[^\s]*", r"\1/...", text)
         text = text.split("Debug source:")[0].strip()
         return text[:MAX_REASON] or type(error).__name__
 
@@ -187,6 +193,19 @@ class ObjectStore:
         """The folder of a `file://` store; None for others."""
         prefix = getattr(self._store, "prefix", None)
         return Path(prefix) if isinstance(self._store, stores.LocalStore) and prefix is not None else None
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    """Nobody sees the copy before all of it is there: listings leave names out that end so."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name}#{secrets.randbelow(1 << 30)}")
+    try:
+        shutil.copyfile(source, part)
+        os.replace(part, target)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
 
 
 async def _beside(pieces: Iterator[bytes | bytearray]) -> AsyncIterator[bytes | bytearray]:

@@ -81,6 +81,7 @@ class Remote:
         self._wake: asyncio.Event | None = None
         self._publisher = Publisher(self.client, local, self._work, active=not readonly)
         self._intake = Intake(self.client, local, self._work, self._publisher.checked.add, active=not readonly)
+        self._task: asyncio.Task[None] | None = None
         self._tried_at = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="kvstore-fleet", daemon=True)
@@ -91,7 +92,8 @@ class Remote:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_until_complete(self._main())
+            self._task = self._loop.create_task(self._main())
+            self._loop.run_until_complete(self._task)
         except asyncio.CancelledError:
             pass
         except Exception:
@@ -414,8 +416,8 @@ class Remote:
 
     def _cancel(self) -> None:
         def cancel() -> None:
-            for task in asyncio.all_tasks(self._loop):
-                task.cancel()
+            if self._task is not None:  # the thread then cancels all others
+                self._task.cancel()
 
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(cancel)
