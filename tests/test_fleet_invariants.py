@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from fleetkit import (
     KEY,
     PREFIX,
     Harm,
-    credentials,
     delete_object,
     listed,
     machine,
@@ -46,26 +44,6 @@ NAMES = Names(KEY, FINGERPRINT)
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/bucket"
-
-
-@pytest.fixture(scope="module")
-def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    import fleetkit
-
-    with fleetkit.seaweed(tmp_path_factory.mktemp("weed")) as address:
-        yield address
-
-
-@pytest.fixture
-def harm(weed: str) -> Iterator[Harm]:
-    with Harm(weed) as proxy, credentials(proxy.address):
-        yield proxy
-
-
-@pytest.fixture
-def bucket(request: pytest.FixtureRequest) -> str:
-    """A root of its own in the bucket."""
-    return f"s3://kvstore/{request.node.name.replace('[', '-').replace(']', '')}"
 
 
 def only(url: str) -> ObjectName:

@@ -81,11 +81,11 @@ def _common(function: F) -> F:
     return click.argument("url", envvar=URL_VARIABLE)(function)
 
 
-@click.group(cls=base.Subcommands)
+@click.group(cls=base.Subcommands, epilog=base.example("kvstore remote init s3://kvcache/team --remote-key fleet.key"))
 def remote() -> None:
     """Set up and look after the object store that a fleet shares.
 
-    URL is s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///FOLDER.
+    URL is s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///FOLDER. Every command takes --json.
     """
 
 
@@ -233,7 +233,9 @@ def rm(url: str, settings: tuple[str, ...], as_json: bool, ids: tuple[str, ...],
     output.note(f"{output.plural(len(found), 'object')} deleted; machines that fetched them keep their copies")
 
 
-def _needed(url: str | None, key: str | None) -> dict[str, Any]:
+def _needed(store: str, url: str | None, key: str | None, *, create: bool = False) -> dict[str, Any]:
+    if not (create and url) and not os.path.exists(store):
+        raise base.missing(store)
     if not url:
         raise InvalidInputError("no remote is named", hint=f"give --remote URL, or set {URL_VARIABLE}")
     if key is None:
@@ -262,7 +264,7 @@ def push(
     settings: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Publish entries to the fleet: those with these ids, or all learned and pinned ones."""
-    options = {**_needed(url, remote_key), "remote_options": _numbers(remote_settings(settings)), "publish": "none"}
+    options = {**_needed(store, url, remote_key), "remote_options": _numbers(remote_settings(settings)), "publish": "none"}
     rows: list[dict[str, Any]] = []
     for fingerprint, wanted in _by_fingerprint(store, key_file, ids).items():
         with base.open_store(store, key_file, readonly=False, fingerprint=fingerprint, **options) as opened:
@@ -298,7 +300,8 @@ def pull(
     remote_key: str | None, settings: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Fetch what the fleet has into a store, which is created if it does not exist."""
-    options = {**_needed(url, remote_key), "remote_options": _numbers(remote_settings(settings)), "publish": "none"}
+    needed = _needed(store, url, remote_key, create=True)
+    options = {**needed, "remote_options": _numbers(remote_settings(settings)), "publish": "none"}
     assert url is not None
     wanted = [fingerprint] if fingerprint is not None else sorted(_admin(url, settings, remote_key).fingerprints().values())
     fetched: list[str] = []

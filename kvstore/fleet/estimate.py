@@ -63,13 +63,14 @@ class LinkEstimate:
                 self.bandwidth = max(MIN_BANDWIDTH, KEPT * self.bandwidth + (1 - KEPT) * rate)
                 self.local = KEPT * self.local + (1 - KEPT) * n_bytes / max(1e-6, local)
 
-    def given_up(self, n_bytes: int, seconds: float) -> None:
-        """A fetch that was cancelled after so many seconds, in which so many bytes came."""
+    def given_up(self, wanted: int, came: int, seconds: float) -> None:
+        """A fetch of so many bytes that was cancelled after so many seconds, in which some of them came."""
         with self._lock:
             self._bad_guesses += 1
-            if n_bytes >= SMALL:
-                rate = n_bytes / max(1e-6, seconds)
-                self.bandwidth = max(MIN_BANDWIDTH, KEPT * self.bandwidth + (1 - KEPT) * min(rate, self.bandwidth))
+            if wanted >= SMALL:
+                if came:
+                    rate = came / max(1e-6, seconds)
+                    self.bandwidth = max(MIN_BANDWIDTH, KEPT * self.bandwidth + (1 - KEPT) * min(rate, self.bandwidth))
             else:
                 self.latency = KEPT * self.latency + (1 - KEPT) * max(seconds, self.latency)
             if self._bad_guesses >= BAD_GUESSES:

@@ -44,6 +44,7 @@ RETRY_CONFIG: dict[str, Any] = {
 _MEMORY: dict[str, Any] = {}
 _MEMORY_LOCK = threading.Lock()
 _SECRET_NAMES = re.compile(r"secret|token|password|key|sas|credential|authorization", re.IGNORECASE)
+_DENIED = re.compile(r"status code: 40[13]\b")
 MAX_REASON = 200
 
 
@@ -177,6 +178,9 @@ class ObjectStore:
         except (failures.PermissionDeniedError, failures.UnauthenticatedError, PermissionError) as error:
             raise RemoteDeniedError(f"{self.url} denies to {what}", url=self.url, operation=what) from error
         except (failures.BaseError, OSError, ValueError) as error:
+            # obstore has a class for this where it reads and writes, and none where it lists.
+            if _DENIED.search(str(error)):
+                raise RemoteDeniedError(f"{self.url} denies to {what}", url=self.url, operation=what) from error
             raise RemoteError(f"{self.url} failed to {what}: {self._reason(error)}", url=self.url, operation=what) from error
 
     def _reason(self, error: BaseException) -> str:

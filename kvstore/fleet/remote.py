@@ -235,7 +235,7 @@ class Remote:
             return self._call(self._fetch(match, progress, longest), timeout)
         except TimeoutError:
             self.client.counters.count("gave_up")
-            self.client.link.given_up(progress.n_bytes, time.monotonic() - began)
+            self.client.link.given_up(match.n_bytes, progress.n_bytes, time.monotonic() - began)
             if not progress.n_bytes:
                 self.client.failed(RemoteError(f"{self.options.url} did not answer within {timeout:.2f} s"))
             return None
