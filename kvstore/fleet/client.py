@@ -112,7 +112,8 @@ class FleetClient:
         self._clock, self._chance = clock, chance
         self.listings = 0  # full ones
         self._own: dict[str, tuple[float, float]] = {}
-        self._listed: dict[str, float] = {}
+        self._listed: dict[str, float] = {}  # by fp: when the last full listing began, and the last poll of any kind
+        self._seen: dict[str, float] = {}
         self._running: dict[str, _Shared] = {}
         self._gate = asyncio.Semaphore(FETCHES_AT_ONCE)
         self._warned: set[str] = set()
@@ -135,19 +136,22 @@ class FleetClient:
         """Takes in what was published since the last poll; once a day, and with `full`, all names. Raises RemoteError."""
         new: list[Indexed] = []
         for names in self.index.names:
-            due = full or not 0 <= self.now() - self._listed.get(names.fp, self.index.listed_at(names)) < DAY
+            began = self.now()
+            due = full or not 0 <= began - self._listed.get(names.fp, 0.0) < DAY
             new += await (self._list_all(names) if due else self._list_new(names))
+            self._seen[names.fp] = began
         self.polled_at = self._clock()
         self.counters.count("polls")
         return new
 
     async def _list_new(self, names: Names) -> list[Indexed]:
+        """What was named since shortly before the last poll, which may be many hours ago."""
         now = self.now()
-        today, first_day = day_of(now), day_of(now - OVERLAP)
-        start = f"{names.prefix}/{first_day}/{time_of(now - OVERLAP)}"
-        new = await self._take(names, f"{names.prefix}/{first_day}", start)
-        if today != first_day:
-            new += await self._take(names, f"{names.prefix}/{today}", None)
+        start = min(now, self._seen[names.fp]) - OVERLAP
+        first, last = day_of(start), day_of(now)
+        new = await self._take(names, f"{names.prefix}/{first}", f"{names.prefix}/{first}/{time_of(start)}")
+        if first != last:
+            new += await self._take(names, f"{names.prefix}/{last}", None)
         return new
 
     async def _list_all(self, names: Names) -> list[Indexed]:
@@ -184,8 +188,6 @@ class FleetClient:
         if skew:
             self.offset += skew
             self._listed.clear()  # what was polled until now may have been another day
-            for names in self.index.names:
-                self._listed[names.fp] = 0.0
             log.warning("the clock of this machine and that of %s differ by %d s: corrected here", self.store.url, self.offset)
 
     # -- publish
