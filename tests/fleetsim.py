@@ -321,7 +321,7 @@ def simulate(
     seed: int = 1,
 ) -> Report:
     simulation = Simulation(
-        clients, days, requests_a_day=requests_a_day, prefixes=prefixes, lifetime_days=lifetime_days, faults=faults, chats=chats,
-        seed=seed,
+        clients, days, requests_a_day=requests_a_day, prefixes=prefixes, lifetime_days=lifetime_days, faults=faults,
+        chats=chats, seed=seed,
     )  # fmt: skip
     return asyncio.run(simulation.run())
