@@ -59,8 +59,7 @@ asan: $(VENV)/.test
 	PYTHON=$(CURDIR)/$(PY) sh tools/asan.sh
 
 bench: $(VENV)/.test
-	$(PY) tools/bench.py codec
-	$(PY) tools/bench.py store
+	$(PY) tools/bench.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache kvstore/_native*.so

@@ -120,7 +120,7 @@ class CorruptStoreError(KVStoreError):
 
 
 class UnsafeFilesystemError(KVStoreError):
-    """The file lies on a network file system, where SQLite's write-ahead log is unsafe."""
+    """The file is on a network file system, where SQLite's write-ahead log is unsafe."""
 
     code, exit_code = "unsafe_filesystem", 17
     hint = "keep the store on a local disk"

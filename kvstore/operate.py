@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
+import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 
 from .errors import CorruptStoreError, InvalidInputError, KVStoreError, NotAStoreError, NotFoundError, StoreIOError
-from .storage import db, peek, queries, queries_lists, queries_upkeep
+from .storage import db, peek, queries, queries_lists, queries_maintenance
 from .storage.entry_reader import Damaged
 from .store import backup as backups
 from .store import repair as repairs
@@ -88,15 +87,15 @@ def _new_file(path: str) -> tuple[int, int] | None:
 
 def _salvage_with_first_page(path: str, new: str, progress: Progress | None) -> Salvaged | KVStoreError | None:
     """Salvages a copy with the first page of a new store. Returns the result or the error; None if no entry was found."""
-    copy = f"{new[:200]}.{secrets.token_hex(6)}.tmp"
+    folder, name = os.path.split(new)
     try:
-        if repairs.with_first_page(path, copy):
-            again = _salvage(copy, new, None, progress)
-            return again if again.entries else None
+        with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name[:60]}.") as place:
+            copy = os.path.join(place, "copy")
+            if repairs.with_first_page(path, copy):
+                again = _salvage(copy, new, None, progress)
+                return again if again.entries else None
     except (NotAStoreError, CorruptStoreError) as error:
         return error
-    finally:
-        _remove(copy)
     return None
 
 
@@ -107,12 +106,6 @@ def _salvage(path: str, new: str, key: str | None, progress: Progress | None) ->
             return repairs.salvage(source, store._core, progress)
     finally:
         source.close()
-
-
-def _remove(path: str) -> None:
-    for suffix in ("", "-wal", "-shm"):
-        with suppress(OSError):
-            os.unlink(path + suffix)
 
 
 def backup(store: Store, path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
@@ -239,7 +232,7 @@ def families(store: Store) -> Iterator[FamilyStats]:
     after = queries_lists.FIRST
     while True:
         with store._core.db.read() as c:
-            page = queries_upkeep.families_page(c, after, ENTRIES_PER_PAGE)
+            page = queries_maintenance.families_page(c, after, ENTRIES_PER_PAGE)
         yield from page
         if len(page) < ENTRIES_PER_PAGE:
             return

@@ -4,7 +4,8 @@ The step to version N is the folder `vN` here, whose `STEP` says what it does; i
 adds a folder and changes nothing else. A step is frozen when it is released: it has its own schema and helpers, since
 the rest of kvstore follows the newest version (tests/test_migrations_frozen.py lists what a step may import).
 
-A step that rebuilds writes a new file beside the old one (see `files`). Other steps change the file in place, after a copy.
+A step that rebuilds writes a new file beside the old one (see `files`). Other steps change the file in place, after a copy
+unless they say that they need none.
 Each step commits together with its version number, so a process killed at any moment leaves a complete store.
 """
 
@@ -71,7 +72,7 @@ def dry_run(database: Database, version: int) -> Plan:
         steps=tuple(ahead),
         entries=outcome.entries,
         records=outcome.records,
-        backup=files.backup_name(path, version) if ahead else None,
+        backup=files.backup_name(path, version) if ahead and _keeps(ahead) else None,
         needed=needed,
         free=free,
         problem=problem,
@@ -113,7 +114,7 @@ def _run_some(database: Database, version: int, progress: Progress | None, *, ba
                 return None
             taken = ahead[:1] + list(takewhile(lambda step: not step.rebuilds, ahead[1:]))
             files.check_room(path, _room(taken, c, path))
-            kept = files.backup_name(path, version) if backup else None
+            kept = files.backup_name(path, version) if backup and _keeps(taken) else None
             if taken[0].rebuilds:
                 outcomes = _rebuild(database, path, c, taken, kept, tell)
             else:
@@ -129,6 +130,11 @@ def _run_some(database: Database, version: int, progress: Progress | None, *, ba
         backup=kept,
         seconds=time.monotonic() - started,
     )
+
+
+def _keeps(steps: list[Step]) -> bool:
+    """Whether the old file is kept when these steps are taken."""
+    return any(step.copies for step in steps)
 
 
 def _room(steps: list[Step], c: Connection, path: str) -> int:

@@ -40,7 +40,10 @@ class Step:
         same connection, unless the step `rebuilds`: then `new` is an empty file.
     precondition(c): None, or why this file cannot take the step.
     examine(c): what `apply` would do, as far as it can be told without reading states.
-    room(c): the maximum size of the new file in bytes; only for steps that rebuild.
+    room(c): the bytes that the step needs on the disk: at most the new file's size, for steps that rebuild. Without it, twice
+        the size of the file.
+    copies: whether the old file is kept as a copy. Not where the step, one transaction, rewrites no state: a copy of a large
+        store would cost more than the step.
     """
 
     number: int
@@ -51,6 +54,7 @@ class Step:
     examine: Callable[[Connection], Outcome] = lambda c: Outcome(count_entries(c))
     rebuilds: bool = False
     room: Callable[[Connection], int] | None = None
+    copies: bool = True
 
 
 def count_entries(c: Connection) -> int:

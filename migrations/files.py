@@ -121,6 +121,7 @@ def build(database: Database, path: str, fills: Sequence[Callable[[Connection], 
             for fill in fills:
                 with new.write() as c:
                     fill(c)
+            new.use_wal()  # now: once it has the name of the old file, nobody makes or deletes a rollback journal
         finally:
             new.close()
         sync(path)

@@ -413,8 +413,8 @@ def test_verifying_an_open_file_leaves_its_locks(tmp_path: Path) -> None:
     with kvstore.Store(path, cache_ram_mib=0) as store:
         store.put([1, 2, 3], b"state" * 1000)
         store.flush()
-        assert store._upkeep is not None
-        store._upkeep.stop()
+        assert store._maintenance is not None
+        store._maintenance.stop()
         store._core.db.checkpoint(truncate=True)  # with an empty log the file's own bytes are looked at
         assert locks()
         assert kvstore.operate.verify(str(path)) == []

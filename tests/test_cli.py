@@ -412,11 +412,18 @@ def test_key_file(run: Run, filled: list[str], tmp_path: Path) -> None:
 # -- running
 
 
-def test_bench(run: Run, tmp_path: Path) -> None:
-    rows = data(run("bench", "--mib", "4", "--rounds", "1", "--json"))
-    assert {"put, whole", "put, shared (nine tenths)", "get, shared", "delta decoded"} <= set(rows)
+def test_bench_runs_the_tool_where_it_is_found(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("bench", "store", "--mib", "1", "--runs", "1", "--entries", "0", "--dir", str(tmp_path))
+    run(*words)
+    assert "1 MiB, cache_ram_mib 0" in capfd.readouterr().out
+    assert data(run(*words, "--json"))["ok"] is True
+    assert "1 MiB, cache_ram_mib 0" not in capfd.readouterr().out
     assert not list(tmp_path.iterdir())
-    run("bench", "--dir", "none", code=2 if (tmp_path / "none").exists() else errors.StoreIOError.exit_code)
+    run("bench", "store", "--no-such-option", code=2)
+    monkeypatch.setattr(Path, "is_file", lambda path: False)
+    assert "make bench" in run("bench", code=2).stderr
 
 
 def test_demo_and_serve_name_their_extra(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

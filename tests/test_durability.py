@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import apsw
+import diskkit
 import pytest
 from storekit import dump, noise, state
 
@@ -378,19 +379,8 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     """A folder on a file system of 40 MiB, and batches of a size that suits it."""
     monkeypatch.setattr(geometry, "CHUNK_BYTES", 1_000_000)
     monkeypatch.setattr(geometry, "BATCH_CHUNKS", 2)
-    point = tmp_path / "disk"
-    point.mkdir()
-    if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root on Linux")
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(point)], capture_output=True, text=True, check=False
-    )
-    if made.returncode:
-        pytest.skip(f"a small file system cannot be mounted: {made.stderr.strip()}")
-    try:
+    with diskkit.small_disk(tmp_path / "disk", 40) as point:
         yield point
-    finally:
-        subprocess.run(["umount", "-l", str(point)], check=False)
 
 
 @pytest.mark.parametrize("size", [300_000, 3_000_000])

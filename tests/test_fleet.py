@@ -285,6 +285,27 @@ def test_names_that_are_gone_leave_the_index_at_the_next_full_listing(tmp_path: 
         assert b.remote_match(tokens(PREFIX)) is None
 
 
+def test_full_listings_of_two_processes_that_overlap_lose_no_name(tmp_path: Path, url: str, a: Store) -> None:
+    """Both share the index beside the store. The first listing takes its page after the second one has taken it."""
+    from kvstore.fleet.index import Listed, RemoteIndex
+    from kvstore.fleet.names import Names
+    from kvstore.storage.remote_file import RemoteFile
+
+    publish(a, PREFIX, entry_class="learned")
+    page = [Listed(path, size, 1) for path, size in listed(url).items()]
+    names = Names(KEY, FINGERPRINT)
+    first, second = (RemoteIndex(RemoteFile(str(tmp_path / "index")), [names]) for _ in range(2))
+    one = first.begin_listing(names)
+    two = second.begin_listing(names)
+    second.take(names, page)
+    first.take(names, page)
+    assert second.end_listing(names, two, 0) == 0
+    assert first.end_listing(names, one, 0) == 0
+    assert len(first.all(names)) == 1
+    for index in (first, second):
+        index.file.close()
+
+
 def test_a_miss_makes_the_next_poll_find_what_was_published_since(tmp_path: Path, url: str, a: Store) -> None:
     with machine(tmp_path, "b", url) as b:
         assert b.remote_match(tokens(PREFIX)) is None

@@ -201,14 +201,14 @@ def test_a_disk_budget_is_kept_on_a_damaged_file(name: str, file: File, open_sto
 def test_the_background_thread_survives_and_says_so(
     open_store: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvstore.store import maintenance as upkeep
+    from kvstore.store import maintenance
 
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("by a test")
 
     caplog.set_level(logging.WARNING)
     with open_store() as store:
-        monkeypatch.setattr(upkeep, "expire", fail)
+        monkeypatch.setattr(maintenance, "expire", fail)
         deadline = time.monotonic() + 60
         while store.stats().upkeep_failures < 2 and time.monotonic() < deadline:
             store._wake()

@@ -15,7 +15,7 @@ import pytest
 import serverkit
 import storekit
 from test_bkvd_content import missed
-from workkit import wait_for_upkeep
+from workkit import wait_for_maintenance
 
 from kvstore import Entry, Store, bkvd, layout, slotfile
 from kvstore.engines.llama_server.process import LlamaServer
@@ -167,7 +167,7 @@ def test_what_cannot_be_cut_is_left_alone(start: Starter, open_store: Opener, na
     before = storekit.dump(store)
     with pytest.raises(LayoutError, match=f"cannot cut to {len(prefix)} tokens: .*{why}"):
         store.learn(entry.id, len(prefix))
-    wait_for_upkeep(store)
+    wait_for_maintenance(store)
     assert storekit.dump(store) == before
     assert store.stats().entries["learned"] == 0
     for entry, saved in put:

@@ -74,7 +74,7 @@ def test_an_upgraded_file_is_as_a_new_one(path: Path, tmp_path: Path) -> None:
     for at in (path, tmp_path / "new"):
         with Store(at) as store:
             store.put([1], b"x")
-    assert schema(path) == schema(tmp_path / "new")
+    assert legacykit.plain(schema(path)) == legacykit.plain(schema(tmp_path / "new"))
     with closing(sqlite3.connect(path)) as c:
         pragmas = [c.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_size", "auto_vacuum", "journal_mode")]
     assert pragmas == [geometry.PAGE_SIZE, db.AUTO_VACUUM, db.JOURNAL_MODE]
@@ -100,6 +100,57 @@ def test_golden_store(path: Path, name: str) -> None:
             have["last_used"] = fact["last_used"]
             assert {key: have[key] for key in fact} == fact
     return None
+
+
+def second(path: Path) -> Path:
+    """The golden store of version 2."""
+    path.write_bytes(gzip.decompress((GOLDEN / "v2.db.gz").read_bytes()))
+    return path
+
+
+def rows(path: Path, sql: str) -> list[tuple[object, ...]]:
+    with closing(sqlite3.connect(path)) as c:
+        return c.execute(sql).fetchall()
+
+
+def test_version_2_is_upgraded_in_place_and_no_state_is_written(path: Path) -> None:
+    tables = [
+        "SELECT id, entry, part, kind, size, stored, digest, writer FROM blobs", "SELECT id, blob, seq, data FROM chunks",
+        "SELECT id, fingerprint, cut_any, n_tokens, tokens, head FROM entries", "SELECT rootpage FROM sqlite_schema WHERE name = 'chunks'",
+    ]  # fmt: skip
+    before = [rows(second(path), sql) for sql in tables]
+    inode = path.stat().st_ino
+    plan = upgrade.dry_run(path)
+    assert (plan.from_version, plan.to_version, plan.problem, plan.backup) == (2, 3, None, None)
+    report = upgrade.upgrade(path)
+    assert report is not None
+    assert (report.from_version, report.to_version, report.backup, report.records) == (2, 3, None, ())
+    assert report.entries == len(before[2])
+    assert [rows(path, sql) for sql in tables] == before
+    assert (path.stat().st_ino, sorted(p.name for p in path.parent.iterdir())) == (inode, [path.name])
+    with Store(path) as store:
+        assert store.verify() == []
+
+
+def test_version_2_of_an_early_program(path: Path) -> None:
+    """It lacks what was added while version 2 was the newest."""
+    with closing(sqlite3.connect(second(path))) as c:
+        cuts = c.execute("SELECT count(*) FROM cuts").fetchone()[0]
+        whole = c.execute("SELECT count(*) FROM entries WHERE cut_any = 0").fetchone()[0]
+        for kind, name in c.execute("SELECT type, name FROM sqlite_schema WHERE sql IS NOT NULL").fetchall():
+            if kind == "trigger" or name.startswith("prefixes") or name in ("entries_by_end", "meta_by_last_used"):
+                c.execute(f"DROP {kind} IF EXISTS {name}")
+    assert upgrade.upgrade(path) is not None
+    assert rows(path, "SELECT count(*) FROM prefixes") == [(cuts + whole,)]
+    with Store(path) as store:
+        assert store.verify() == []
+
+
+def test_version_2_cannot_be_read_before_its_upgrade(path: Path) -> None:
+    before = second(path).read_bytes()
+    with pytest.raises(ReadOnlyError, match="has to be upgraded first"):
+        Store(path, readonly=True)
+    assert path.read_bytes() == before
 
 
 def test_every_version_has_a_golden_store() -> None:
@@ -225,7 +276,7 @@ def test_plan_and_dry_run_write_nothing(path: Path) -> None:
     legacykit.odd(path, 4)
     before = folder(path)
     plan = upgrade.dry_run(path)
-    assert [(s.number, bool(s.name), bool(s.description)) for s in plan.steps] == [(2, True, True)]
+    assert [(s.number, bool(s.name), bool(s.description)) for s in plan.steps] == [(2, True, True), (3, True, True)]
     assert (plan.problem, plan.backup) == (None, f"{path}.v1-backup")
     assert folder(path) == before
     seen: list[tuple[int, int]] = []
@@ -427,7 +478,7 @@ def test_a_process_that_uses_the_old_file(path: Path, mode: str, how: str) -> No
     assert folder(path).keys() == before.keys()
     child.communicate("\n")
     Store(path).close()
-    assert version(path) == 2
+    assert version(path) == peek.SCHEMA_VERSION
 
 
 def test_one_of_many_upgrades(path: Path, crash_free: Callable[[Callable[[], None]], threading.Thread]) -> None:
@@ -445,3 +496,46 @@ def test_one_of_many_upgrades(path: Path, crash_free: Callable[[Callable[[], Non
     assert out.count("True") + reports.count(True) == 1
     legacykit.check(path, expected)
     assert sorted(p.name for p in path.parent.iterdir()) == [path.name, path.name + ".v1-backup"]
+
+
+LOCK_FOLDER = """
+import fcntl, os, sys
+fd = os.open(os.path.dirname(sys.argv[1]), os.O_RDONLY)
+fcntl.flock(fd, fcntl.LOCK_EX)
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="flock")
+def test_an_old_file_is_not_opened_while_another_process_may_replace_it(path: Path, tmp_path: Path) -> None:
+    legacykit.odd(path, 3)
+    other = path.with_name("new.store")
+    Store(other).close()
+    child = subprocess.Popen(
+        [sys.executable, "-c", LOCK_FOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    for readonly in (False, True):
+        with pytest.raises(BusyError, match="is being upgraded by another process"):
+            Store(path, timeout=0.1, readonly=readonly)
+    Store(other, timeout=0.1).close()  # of the current version
+    child.communicate("\n")
+    Store(path, timeout=10).close()
+    assert version(path) == peek.SCHEMA_VERSION
+
+
+def test_the_new_file_has_its_log_on_before_it_gets_the_name(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    legacykit.odd(path, 3)
+    seen: list[bytes] = []
+    rename = os.replace
+
+    def look(new: str, old: str) -> None:
+        if str(new).endswith(".upgrading"):
+            seen.append(Path(new).read_bytes()[18:20])  # the file format versions; 2: write-ahead log
+        rename(new, old)
+
+    monkeypatch.setattr(os, "replace", look)
+    Store(path).close()
+    assert seen == [b"\x02\x02"]

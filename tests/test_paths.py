@@ -174,7 +174,7 @@ def leave_a_log(path: Path) -> None:
     """Puts an entry that stays in the log, as a process that was killed leaves it."""
     code = (
         "import sys, os\nfrom kvstore import Store\ns = Store(sys.argv[1])\n"
-        "s.gc()\ns._upkeep.stop()\ns.put([5, 5], b'in the log')\nos._exit(0)\n"
+        "s.gc()\ns._maintenance.stop()\ns.put([5, 5], b'in the log')\nos._exit(0)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=60)
     assert Path(f"{path}-wal").stat().st_size > 0

@@ -22,7 +22,7 @@ from kvstore.storage import expired_runs, prefix_filter
 from kvstore.storage import prefix_index as prefixes
 from kvstore.storage import schema as upgrade
 from kvstore.storage.queries import signed
-from kvstore.store import maintenance as upkeep
+from kvstore.store import maintenance
 
 # Byte patterns that a wrong order of comparison would trip over: sign bits, 0x00 and 0xff at either end of a token.
 TOKENS = [0, 1, -1, 255, 256, 0x00FF0000, -(1 << 31), (1 << 31) - 1, 0x01000000, -256, 0xFF00, 0x00FFFF00]
@@ -276,7 +276,7 @@ def test_the_filter_and_the_walk_find_the_same(
     now, ahead = time.time(), 0.0
     rows: dict[tuple[int, ...], Row] = {}
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        patch.setattr(upkeep, "TICK_SECONDS", 1000)
+        patch.setattr(maintenance, "INTERVAL_SECONDS", 1000)
         patch.setattr(time, "time", lambda: now + ahead)
         mine, other = (stack.enter_context(Store(f"{folder}/kv", cache_ram_mib=0)) for _ in range(2))
         reader = stack.enter_context(Store(f"{folder}/kv", cache_ram_mib=0, readonly=True))
@@ -307,7 +307,7 @@ def test_what_an_expiry_that_is_put_off_serves_is_found_again(
 ) -> None:
     """Whoever changes it: here another program."""
     store = open_store()
-    store._upkeep.stop()  # the expired ones stay
+    store._maintenance.stop()  # the expired ones stay
     ids = {n: put(store, [1, 2, 3, n], ANYWHERE if n < 10 else NOWHERE, ttl=1000) for n in range(5, 15)}
     with closing(storekit.connect(path)) as c:
         c.execute("UPDATE meta SET expires_at = 5")
@@ -359,7 +359,7 @@ def test_a_put_among_many_finds_its_prefixes(
 def test_a_file_of_an_older_program_gets_its_rows(few_steps: None, path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read-only it answers as it is; opened for writing it gets tables, indexes and triggers, in steps where it is large."""
     monkeypatch.setattr(upgrade, "LISTED_AT_OPEN", 2)
-    monkeypatch.setattr(upkeep, "HASHED_PER_BITE", 2)
+    monkeypatch.setattr(maintenance, "HASHED_PER_STEP", 2)
     keys = [[*range(n), 50, n] for n in range(1, 9)]
     with Store(path) as store:
         for key in keys:

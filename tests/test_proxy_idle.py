@@ -27,10 +27,12 @@ from kvstore import Store, slotfile
 from kvstore.engines.llama_server.process import LlamaServer, LlamaServerError
 from kvstore.engines.proxy import runner as proxy
 from kvstore.engines.proxy.backend import Identity
-from kvstore.engines.proxy.backend_link import BackendLink, Settings
+from kvstore.engines.proxy.backend_link import BackendLink
 from kvstore.engines.proxy.fingerprint import marker_of
 from kvstore.engines.proxy.llama_backend import LlamaServerBackend
 from kvstore.engines.proxy.metrics import Metrics
+from kvstore.engines.proxy.options import ProxyOptions
+from kvstore.engines.proxy.slots import Rates, SlotTable
 from kvstore.engines.proxy.upstream import UpstreamError
 
 
@@ -262,7 +264,9 @@ class Upstream:
 
 
 async def looked_at(tmp_path: Path, upstream: Any) -> BackendLink:
-    link = BackendLink(LlamaServerBackend(upstream, tmp_path), Settings(":memory:", {}), Metrics())
+    options = ProxyOptions("http://127.0.0.1:1", tmp_path, ":memory:")
+    table = SlotTable(Rates(), options.min_tokens)
+    link = BackendLink(LlamaServerBackend(upstream, tmp_path), table, options, Metrics())
     form = slotfile.SlotFile(tokens=np.zeros(1, np.int32), state=np.zeros(1, np.uint8))
     link.identity = Identity(marker_of(upstream.props), "f", 2, 100, "m", form)
     link.store = Store(":memory:")

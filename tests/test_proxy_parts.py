@@ -21,8 +21,9 @@ from kvstore import InvalidInputError, NotAStoreError
 from kvstore.engines.proxy import runner as proxy
 from kvstore.engines.proxy.backend import Timings
 from kvstore.engines.proxy.llama_backend import LlamaServerBackend
-from kvstore.engines.proxy.prompt import Tokenizer, continues, parse
+from kvstore.engines.proxy.prompt import continues, parse
 from kvstore.engines.proxy.slots import Rates
+from kvstore.engines.proxy.tokenizer import Tokenizer
 from kvstore.engines.proxy.upstream import end_to_end
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -227,6 +228,20 @@ def test_long_prompts_are_tokenized_from_the_end_of_a_known_one() -> None:
         assert not tokenizer.reconcile(second, other, len(other))
     asyncio.run(tokenizer.fill(_prompt(longer + "c")))
     assert server.asked[-1] == longer + "c"
+
+
+def test_tokens_of_another_model_are_not_remembered() -> None:
+    async def run() -> None:
+        server = FakeServer()
+        tokenizer = Tokenizer(LlamaServerBackend(server, "."))
+        under_way = asyncio.create_task(tokenizer.fill(_prompt("a" * 5000)))
+        await asyncio.sleep(0)
+        tokenizer.reset()
+        await under_way
+        await tokenizer.fill(_prompt("a" * 5001))
+        assert server.asked[-1] == "a" * 5001
+
+    asyncio.run(run())
 
 
 def test_start_token_that_only_one_side_adds_is_learned() -> None:

@@ -18,9 +18,8 @@ from storekit import MIB, file_bytes, noise, recurrent_state, state
 
 from kvstore import InvalidInputError, OverBudgetError, Store, operate
 from kvstore.errors import KVStoreError
-from kvstore.storage import queries_upkeep
-from kvstore.store import maintenance as upkeep
-from kvstore.store import store
+from kvstore.storage import queries_maintenance
+from kvstore.store import maintenance, store
 
 Opener = Callable[..., Store]
 ORDERS: dict[str, Callable[[Any], Any]] = {
@@ -149,7 +148,7 @@ def test_ids_are_found_by_their_start(open_store: Opener) -> None:
 def test_families_without_entries_go_the_least_used_first(
     open_store: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queries_upkeep, "FAMILIES_KEPT", 8)
+    monkeypatch.setattr(queries_maintenance, "FAMILIES_KEPT", 8)
     monkeypatch.setattr(store, "FAMILIES_SHOWN", 5)
     opened = open_store()
     used = set()
@@ -202,7 +201,7 @@ def test_no_operation_asks_for_a_sweep(open_store: Opener, path: Path) -> None:
     assert opened.verify() == []
     opened.close()
     with closing(storekit.connect(path)) as c:
-        assert queries_upkeep.unswept(c) == 0
+        assert queries_maintenance.unswept(c) == 0
 
 
 @pytest.mark.parametrize("sql", [
@@ -214,7 +213,7 @@ def test_no_operation_asks_for_a_sweep(open_store: Opener, path: Path) -> None:
     "DROP TABLE prefixes; DELETE FROM chunks",
 ])  # fmt: skip
 def test_what_is_changed_by_hand_is_swept(sql: str, path: Path, open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "TICK_SECONDS", 1000)
+    monkeypatch.setattr(maintenance, "INTERVAL_SECONDS", 1000)
     with Store(path) as opened:
         opened.put([1, 2], b"not understood")
         opened.put(range(300, 350), recurrent_state(50, (10, 30)))
@@ -225,7 +224,7 @@ def test_what_is_changed_by_hand_is_swept(sql: str, path: Path, open_store: Open
     again.gc()
     assert again.verify() == []
     with again._core.db.read() as c:
-        assert queries_upkeep.unswept(c) == 0
+        assert queries_maintenance.unswept(c) == 0
 
 
 # -- why whole
@@ -260,8 +259,8 @@ def test_a_damaged_prefix_is_a_cause(path: Path) -> None:
     prefix = list(range(300))
     with Store(path, cache_ram_mib=0) as opened:
         parent = opened.put(prefix, state(prefix), entry_class="learned")
-        assert opened._upkeep is not None
-        opened._upkeep.stop()  # it would sweep the entry away
+        assert opened._maintenance is not None
+        opened._maintenance.stop()  # it would sweep the entry away
         with closing(storekit.connect(path)) as c:
             c.execute("DELETE FROM chunks WHERE blob = (SELECT id FROM blobs)")
         entry = opened.put([*prefix, 1], state([*prefix, 1]))

@@ -15,7 +15,7 @@ from workkit import wait_for
 from kvstore import Store
 from kvstore.storage import db
 from kvstore.storage.schema import schema_sql
-from kvstore.store import maintenance as upkeep
+from kvstore.store import maintenance
 
 SHELL = shutil.which("sqlite3")
 INSPECT = (Path(__file__).parent.parent / "tools" / "inspect.sql").read_text(encoding="utf-8")
@@ -195,12 +195,12 @@ def test_odd_deletions(path: Path, filled: dict[str, int], name: str, swept: boo
     statement, gone = ODD[name]
     statement = statement.replace("{is entry}", "printf('%016x', entry) =")
     shell(path, re.sub(r"\{([^}]+)\}", lambda m: where(filled, m[1]), statement))
-    monkeypatch.setattr(upkeep, "TICK_SECONDS", 0.02 if swept else 1000)
+    monkeypatch.setattr(maintenance, "INTERVAL_SECONDS", 0.02 if swept else 1000)
     with Store(path, fingerprint="model-a", cache_ram_mib=0) as store:
         if swept:
-            upkeep_thread = store._upkeep
-            assert upkeep_thread is not None
-            wait_for(lambda: upkeep_thread._swept)
+            maintenance_thread = store._maintenance
+            assert maintenance_thread is not None
+            wait_for(lambda: maintenance_thread._orphans_deleted)
         for entry in filled:
             saved = store.get(filled[entry])
             if entry in gone:

@@ -9,7 +9,7 @@ import apsw
 import numpy as np
 import pytest
 from storekit import dump, real, recurrent_state, state
-from workkit import counted_steps, wait_for, wait_for_upkeep
+from workkit import counted_steps, wait_for, wait_for_maintenance
 
 from kvstore import LayoutError, NotFoundError, Store, layout
 
@@ -64,7 +64,7 @@ def test_auto_learn_needs_three_that_save_enough(open_store: Opener) -> None:
     for k in range(5):  # too little in common
         tokens = [*PREFIX[:150], *range(90_000 + 1000 * k, 90_000 + 1000 * k + 300)]
         store.put(tokens, state(tokens, row=64), n_system=100)
-    wait_for_upkeep(store)
+    wait_for_maintenance(store)
     assert list(store.entries(entry_class="learned")) == []
 
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_cut_is_left_alone(open_store: Opener) -> None:
     for k in range(4):
         tokens = [*PREFIX[:60], k]
         entries.append(store.put(tokens, recurrent_state(61), n_system=10))
-    wait_for_upkeep(store)
+    wait_for_maintenance(store)
     assert {e.id: e.parent for e in store.entries()} == {e.id: None for e in entries}
 
 

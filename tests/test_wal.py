@@ -50,7 +50,7 @@ def test_recovery_stops_at_the_last_frame(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     path, states = tmp_path / "s.db", [rng.integers(0, 256, n, np.uint8) for n in (9 * MIB, 20 * MIB, 10 * MIB)]
     with Store(path, cache_ram_mib=0) as store:
-        store._upkeep.stop()
+        store._maintenance.stop()
         for i, state in enumerate(states):
             store.put([i, 1, 2], state)
             assert log_of(path).stat().st_size > state.nbytes * 65 // 64
@@ -72,6 +72,6 @@ def test_recovery_stops_at_the_last_frame(tmp_path: Path) -> None:
 def test_a_budget_reserves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     with Store(path, cache_ram_mib=0, cache_disk_mib=64) as store:
-        store._upkeep.stop()
+        store._maintenance.stop()
         store.put([1, 2], np.ones(20 * MIB, np.uint8))
         assert path.stat().st_size + log_of(path).stat().st_size <= 64 * MIB

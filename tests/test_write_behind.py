@@ -212,9 +212,9 @@ def test_match_finds_its_way_through_a_long_queue(open_store: Opener, path: Path
             tokens = (*TOKENS[: chance.randint(1, 40)], 1000 + n)
             known[tokens] = store.put(tokens, state(tokens, row=8, layers=1)).id
         walked = []
-        original = prefixes.common
+        original = prefixes.common_tokens
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prefixes, "common", lambda a, b: walked.append(1) or original(a, b))
+            patch.setattr(prefixes, "common_tokens", lambda a, b: walked.append(1) or original(a, b))
             for tokens in chance.sample(sorted(known), 50):
                 found = store.match((*tokens, 5))
                 assert found is not None

@@ -275,7 +275,7 @@ def test_what_a_killed_writer_left_goes_without_an_open(path: Path) -> None:
             for _ in range(600):
                 if not staged(path) and not side(path).exists():
                     break
-                time.sleep(0.05)  # the upkeep comes by
+                time.sleep(0.05)  # the maintenance comes by
             assert staged(path) == []
             assert not side(path).exists()
 

@@ -66,18 +66,18 @@ def counted_steps() -> Iterator[Callable[[], int]]:
         apsw.connection_hooks.remove(hook)
 
 
-def wait_for_upkeep(store: Store, times: int = 2) -> None:
+def wait_for_maintenance(store: Store, times: int = 2) -> None:
     """Until the store's background thread has done all of its work a few times more."""
-    upkeep, done = store._upkeep, []
-    assert upkeep is not None
-    tick = upkeep._tick
+    maintenance, done = store._maintenance, []
+    assert maintenance is not None
+    run_once = maintenance._run_once
 
     def counted(engine: Any) -> None:
-        tick(engine)
+        run_once(engine)
         done.append(1)
 
-    upkeep._tick = counted  # type: ignore[method-assign]
+    maintenance._run_once = counted  # type: ignore[method-assign]
     try:
-        wait_for(lambda: upkeep.wake() or len(done) >= times)
+        wait_for(lambda: maintenance.wake() or len(done) >= times)
     finally:
-        upkeep._tick = tick  # type: ignore[method-assign]
+        maintenance._run_once = run_once  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -242,8 +243,8 @@ class Duration(click.ParamType[int]):
 class Number(click.ParamType[float]):
     """A number with an optional unit of time or size."""
 
-    def __init__(self, name: str, parse: Callable[[str], float], low: float = 0, high: float = float("inf")) -> None:
-        self.name, self._parse, self._low, self._high = name, parse, low, high
+    def __init__(self, name: str, parse: Callable[[str], float], unit: str, low: float, high: float) -> None:
+        self.name, self._parse, self._unit, self._low, self._high = name, parse, unit, low, high
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, int | float):
@@ -253,19 +254,19 @@ class Number(click.ParamType[float]):
         except InvalidInputError as error:
             self.fail(str(error), param, ctx)
         if not self._low <= found <= self._high:
-            most = "" if self._high == float("inf") else f" and at most {self._high:g}"
-            self.fail(f"{value!r} is out of range: give at least {self._low:g}{most}", param, ctx)
+            most = "" if self._high == float("inf") else f" and at most {self._high:g} {self._unit}"
+            self.fail(f"{value!r} is out of range: give at least {self._low:g} {self._unit}{most}", param, ctx)
         return found
 
 
-def size(low: float = 0, high: float = float("inf")) -> Number:
-    """A size; a bare number is MiB."""
-    return Number("size", units.mib, low, high)
+def size(low: float = 0, high: float = float("inf"), *, bare: bool = True) -> Number:
+    """A size in MiB. bare: a number without a unit is MiB; False: the unit is required."""
+    return Number("size", partial(units.mib, bare=bare), "MiB", low, high)
 
 
 def seconds(low: float = 0) -> Number:
     """A duration; a bare number is seconds."""
-    return Number("duration", lambda text: units.seconds(text, bare=1), low)
+    return Number("duration", lambda text: units.seconds(text, bare=1), "s", low, float("inf"))
 
 
 yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask.")
@@ -280,24 +281,6 @@ def confirm(yes: bool, what: str) -> None:
     if not click.confirm(f"{what}. Continue?", err=True):
         output.note("nothing was changed")
         raise click.exceptions.Exit(1)
-
-
-class Size(click.ParamType[int]):
-    """A number of bytes, with a unit: B, or K, M, G, T as powers of 1024 (KB and KiB mean the same as K)."""
-
-    name = "size"
-    _units = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?(?:(B)|([KMGT])(?:I?B)?)?", value.strip().upper(), re.ASCII)
-        if not match or not float(match[1]):
-            self.fail(f"{value!r} is not a size: give 500M, 2G, 1.5T", param, ctx)
-        unit = match[2] or match[3]
-        if unit is None:
-            self.fail(f"{value!r} has no unit: give {value}M or {value}G, or {value}B for bytes", param, ctx)
-        return int(float(match[1]) * self._units[unit])
 
 
 def tokens_of(text: str) -> Any:

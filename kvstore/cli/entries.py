@@ -212,13 +212,13 @@ def learn(
 @click.command(epilog=base.example("kvstore gc cache.db", "kvstore gc cache.db --max-size 2G", "kvstore gc cache.db --secure"))
 @base.common_options
 @click.option("--secure", is_flag=True, help="Also rewrite the file, so that nothing deleted earlier is left in it.")
-@click.option("--max-size", type=base.Size(),
+@click.option("--max-size", type=base.size(1, bare=False),
               help="Also remove least recently used entries until the file is at most this large: 500M, 2G.")
-def gc(store: str, key_file: str | None, as_json: bool, secure: bool, max_size: int | None) -> None:
+def gc(store: str, key_file: str | None, as_json: bool, secure: bool, max_size: float | None) -> None:
     """Remove expired entries and return free space to the disk."""
     with base.open_store(store, key_file, readonly=False) as opened:
         before = opened.stats().file_bytes
-        removed = opened.gc(max_size=max_size)
+        removed = opened.gc(max_size=None if max_size is None else int(max_size * output.MIB))
         if secure:
             operate.wipe(opened)
         after = opened.stats().file_bytes

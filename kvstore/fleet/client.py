@@ -116,6 +116,7 @@ class FleetClient:
         self._seen: dict[str, float] = {}
         self._running: dict[str, _Shared] = {}
         self._gate = asyncio.Semaphore(FETCHES_AT_ONCE)
+        self._polling = asyncio.Lock()
         self._warned: set[str] = set()
 
     @property
@@ -134,6 +135,10 @@ class FleetClient:
 
     async def poll(self, *, full: bool = False) -> list[Indexed]:
         """Takes in what was published since the last poll; once a day, and with `full`, all names. Raises RemoteError."""
+        async with self._polling:
+            return await self._poll(full)
+
+    async def _poll(self, full: bool) -> list[Indexed]:
         new: list[Indexed] = []
         for names in self.index.names:
             began = self.now()
@@ -159,17 +164,17 @@ class FleetClient:
         generation = self.index.begin_listing(names)
         new: list[Indexed] = []
         for day in reversed(await self.store.folders(names.prefix)):
-            new += await self._take(names, f"{names.prefix}/{day}", None, generation)
+            new += await self._take(names, f"{names.prefix}/{day}", None)
         self.index.end_listing(names, generation, int(began))
         self._listed[names.fp] = began
         self.listings += 1
         return new
 
-    async def _take(self, names: Names, prefix: str, offset: str | None, generation: int | None = None) -> list[Indexed]:
+    async def _take(self, names: Names, prefix: str, offset: str | None) -> list[Indexed]:
         new: list[Indexed] = []
         async for page in self.store.pages(prefix, offset):
             self._compare_clocks(page)
-            found, ignored = self.index.take(names, page, generation)
+            found, ignored = self.index.take(names, page)
             self.counters.count("ignored", ignored)
             new += [each for each in found if each.path not in self._own]
         return new

@@ -77,13 +77,16 @@ class RemoteIndex:
             queries_remote.set_info(c, f"generation {names.fp}", generation)
         return generation
 
-    def take(self, names: Names, page: Iterable[Listed], generation: int | None = None) -> tuple[list[Indexed], int]:
-        """Takes in a page of a listing: what is new, and how many names are not of ours. One transaction."""
+    def take(self, names: Names, page: Iterable[Listed]) -> tuple[list[Indexed], int]:
+        """Takes in a page of a listing: what is new, and how many names are not of ours. One transaction.
+
+        A name counts as seen by the full listing that began last, whichever listing has it: listings may overlap.
+        """
         new: list[Indexed] = []
         ignored = 0
         known: list[int] = []
         with self.file.write() as c:
-            number = queries_remote.info(c, f"generation {names.fp}") if generation is None else generation
+            number = queries_remote.info(c, f"generation {names.fp}")
             for item in page:
                 id = row_id(item.path)
                 before = queries_remote.known(c, id)

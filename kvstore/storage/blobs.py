@@ -1,4 +1,4 @@
-"""Bytes to rows and back: a state is a row of `blobs` and its bytes in chunks, its digest checked by the caller."""
+"""Reads and writes the bytes of a state: one row of `blobs`, and its bytes in rows of `chunks`. The caller checks digests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class UnreadableBlob(Exception):
 
 
 def log_bytes(n: int) -> int:
-    """About what n bytes of states take in the log: pages with their frames' headers, and leaves that are written again."""
+    """About how many bytes of log n bytes of states need: pages with their frame headers, and leaves that are rewritten."""
     return n + n // 64 + (1 << 20)
 
 

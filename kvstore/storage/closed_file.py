@@ -1,4 +1,4 @@
-"""What is done to a file without opening it as a store: making room on its full disk, removing an empty one.
+"""Works on a file that is not open as a store: makes room on its full disk, removes an empty file.
 
 A connection with an exclusive lock needs no shared memory, and so no room on the disk.
 """
@@ -36,7 +36,7 @@ def relieve(path: str, key: str | None) -> None:
 
 
 def remove_if_empty(path: str, created: tuple[int, int] | None, key: str | None) -> None:
-    """Removes a file that was created here and into which nothing came, with its log; leaves what another wrote, or has open.
+    """Removes a file that was created here and stayed empty, with its log, unless another process wrote to it or has it open.
 
     Under a lock that keeps all others out, and that needs no shared memory: the disk may be full.
     """
@@ -48,7 +48,7 @@ def remove_if_empty(path: str, created: tuple[int, int] | None, key: str | None)
             connection.pragma("locking_mode", "exclusive")
             connection.execute("BEGIN")
             # The read locks an empty file against commits, and one with a log against everyone: neither writes anything.
-            # Who had begun to fill the empty file finds that it was removed, and opens anew.
+            # A process that had begun to fill the empty file sees that it was removed, and opens a new one.
             locked = sqlite.is_empty(connection) and (os.path.getsize(path) == 0 or connection.pragma("journal_mode") == "wal")
             if locked and identity(path) == created:
                 sqlite.keep_log(connection)

@@ -29,11 +29,12 @@ from .paths import refuse_network_filesystem as refuse_network_filesystem
 from .paths import reserve_file as reserve_file
 from .paths import resolve as resolve
 from .paths import resolve_new as resolve_new
+from .peek import SCHEMA_VERSION, refuse_other_programs
 from .peek import refuse_other_kinds as refuse_other_kinds
-from .peek import refuse_other_programs
-from .sniff import EMPTY
+from .sniff import EMPTY, Header
 from .sqlite import Connection as Connection
 from .sqlite import translated as translated
+from .upgrade_lock import UpgradeLock
 from .wal import Syncer, reserve
 
 MEMORY = ":memory:"
@@ -43,6 +44,7 @@ AUTO_VACUUM = 2
 # WAL: readers never wait for a put (with a rollback journal each waited up to 0.13 s, the flush of 256 MiB), at the
 # price of writing twice; the second write, the checkpoint, is done behind the put.
 JOURNAL_MODE = "wal"
+JOURNAL_TRIES = 16
 # Pages; the pager spills into the log beyond this. 8 MiB was as fast as any; 100 MiB was a third slower.
 CACHE_KIB = 8192
 READERS_KEPT = 8
@@ -80,26 +82,41 @@ class Database:
         self._checkpointer: Connection | None = None
         self._closed = False
         self._synchronous = ""
-        self._refuse()
-        self._identity = None if self.memory else identity(self.path)
         self._log: tuple[int, int] | None = None
         self._frozen: tuple[int, int, int, int] | None = None
         self._no_room = False
+        self._upgrade_lock: UpgradeLock | None = None
+        found = self._refuse()
+        if not self.memory and (found is None or 0 < found.user_version < SCHEMA_VERSION):
+            self._upgrade_lock = UpgradeLock(self.path, timeout)
         try:
-            self._writer = self._connect(writable=not readonly)
-        except DiskFullError:
-            self._no_room = True  # for the shared memory: where there is no log it can be read without
-            if not readonly or self._without_log() is None:
-                raise
-            self._writer = self._connect(writable=False)
+            self._open()
+        except BaseException:
+            self.may_be_replaced()
+            raise
         _OPEN.add(self)
 
-    def _refuse(self) -> None:
-        """Raises where this file cannot be opened this way: before a connection could change it."""
+    def _open(self) -> None:
+        self._identity = None if self.memory else identity(self.path)
+        try:
+            self._writer = self._connect(writable=not self.readonly)
+        except DiskFullError:
+            self._no_room = True  # for the shared memory, which a file without a log can be read without
+            if not self.readonly or self._without_log() is None:
+                raise
+            self._writer = self._connect(writable=False)
+
+    def may_be_replaced(self) -> None:
+        """Lets other processes upgrade the file; called when it is of the current version, or closed."""
+        if self._upgrade_lock is not None:
+            self._upgrade_lock.release()
+
+    def _refuse(self) -> Header | None:
+        """What the file says it is. Raises where it cannot be opened this way: before a connection could change it."""
         if self.memory:
             if self.encrypted:
                 raise InvalidInputError("a store in memory cannot be encrypted", hint="open it without a key")
-            return
+            return None
         refuse_other_kinds(self.path)
         found = refuse_other_programs(self.path)
         if self.encrypted and found is not None and found != EMPTY:
@@ -110,6 +127,7 @@ class Database:
             raise StoreIOError(
                 f"{self.path} is a hard link to {other}, which has a log", path=self.path, hint=f"open it as {other}"
             )
+        return found
 
     def _connect(self, writable: bool) -> Connection:
         with translated(self.path, self._key is not None):
@@ -134,13 +152,13 @@ class Database:
             self._set(connection, "secure_delete", 0)  # builds with ciphers turn it on: evictions then fill the log with zeros
             self._set(connection, "temp_store", 2)  # nothing of a prompt in temporary files
             self._set(connection, "trusted_schema", 0)  # the file may come from anywhere
-            self._set(connection, "cell_size_check", 1)  # damage is found where it is, not where it leads
+            self._set(connection, "cell_size_check", 1)  # reports a damaged page when it is read, not a later consequence
             if not writable:
                 self._set(connection, "query_only", 1)
         return connection
 
     def _without_log(self) -> tuple[int, int, int, int] | None:
-        """What tells one state of the file from another, where no shared memory can be made beside it and there is no log."""
+        """(device, inode, size, mtime) of the file if it has no log and no shared memory can be made; else None."""
         with suppress(OSError):
             if (os.access(os.path.dirname(self.path), os.W_OK) and not self._no_room) or self.wal_bytes():
                 return None
@@ -153,7 +171,7 @@ class Database:
         if self.memory or self._identity is None or identity(self.path) == self._identity:
             return
         raise StoreIOError(
-            f"{self.path} is not the file any more that was opened: it was replaced, moved or deleted",
+            f"{self.path} is no longer the file that was opened: it was replaced, moved or deleted",
             path=self.path,
             hint="close the store and open it again",
         )
@@ -181,9 +199,16 @@ class Database:
             self.use_wal()
 
     def use_wal(self) -> None:
+        """Sets the journal mode of the file, which several processes may do at once."""
         with self._lock, translated(self.path, connection=self._writer):
-            if not self.memory and self._writer.pragma("journal_mode") != JOURNAL_MODE:
-                self._set(self._writer, "journal_mode", JOURNAL_MODE)
+            for left in reversed(range(JOURNAL_TRIES)):
+                try:
+                    if not self.memory and self._writer.pragma("journal_mode") != JOURNAL_MODE:
+                        self._set(self._writer, "journal_mode", JOURNAL_MODE)
+                    return
+                except sqlite.Error as error:
+                    if not left or not sqlite.deleted_by_another(error):
+                        raise
 
     @contextmanager
     def write(self, *, durable: bool = True, wait: bool = True) -> Iterator[Connection]:
@@ -241,7 +266,7 @@ class Database:
             raise DiskFullError(f"the disk of {self.path} is full", path=self.path)
 
     def leave_spare(self) -> None:
-        """Leaves blocks behind the end of the file for whoever opens it on a full disk; `relieve` gives them back."""
+        """Leaves blocks behind the end of the file for the next open on a full disk; `relieve` gives them back."""
         if not self.memory and not self.readonly and identity(self.path) == self._identity:
             disk.reserve_behind(self.path, disk.spare_bytes(self.path))
 
@@ -279,7 +304,7 @@ class Database:
         connection.close(True)
 
     def _notice_writers(self) -> None:
-        """Connects anew where somebody wrote to a file that was opened as one that nobody writes."""
+        """Connects again if another process wrote to a file that was opened as immutable."""
         if self._frozen is None or self._without_log() == self._frozen:
             return
         with self._lock, self._pool_lock, translated(self.path):
@@ -390,6 +415,12 @@ class Database:
             idle, self._idle = self._idle, []
         if os.getpid() != self.pid:
             return
+        try:
+            self._close(idle)
+        finally:
+            self.may_be_replaced()
+
+    def _close(self, idle: list[Connection]) -> None:
         moved = not self.memory and identity(self.path) != self._identity
         with self._lock, self._checkpoint_lock, translated(self.path):
             errors = []
@@ -397,7 +428,7 @@ class Database:
                 if connection is not None:
                     try:
                         connection.close(True)
-                    except sqlite.Error as error:  # the others are closed all the same
+                    except sqlite.Error as error:  # the other connections are closed nevertheless
                         errors.append(error)
             if moved and self._log is not None and identity(self.path + "-wal") == self._log:
                 # SQLite leaves the log of a file that was moved: it would be read as that of the file that has the name now.

@@ -1,7 +1,7 @@
 """Blocks of the disk, taken ahead: so that a log can be copied into its file, and a delete be written, on a full disk.
 
 Blocks behind the end of a file (fallocate, FALLOC_FL_KEEP_SIZE) belong to it but do not change its size; a truncate to
-that size gives them back. Linux only: elsewhere nothing is taken, and a full disk is found where it is.
+that size gives them back. Linux only: on other systems no blocks are reserved, and a full disk shows as an error of the write.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _descriptor(path: str) -> int:
 
 
 def spare_bytes(path: str) -> int:
-    """How much can be kept for bad times: on a disk that has less, what it has."""
+    """Bytes to keep in reserve: the usual amount, or what a smaller disk has free."""
     return min(SPARE_BYTES, free_bytes(path)) if os.path.exists(path) else 0
 
 
@@ -80,7 +80,7 @@ def give_up_behind(path: str) -> None:
 
 
 class Spare:
-    """Blocks in a file without a name beside the store, for the time when the disk is full."""
+    """Reserve blocks in an unnamed file beside the store, to be given up when the disk is full."""
 
     def __init__(self, store: str) -> None:
         self._folder = os.path.dirname(store)

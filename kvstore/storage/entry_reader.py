@@ -1,6 +1,6 @@
-"""Entries from disk or RAM to the bytes that were put: the one way to read them.
+"""Reads entries from disk or RAM, and decodes them to the bytes that were put. Every read of a state goes through here.
 
-`as_put` turns one stored state into what was put; `EntryReader` brings the stored states, those of the parent with them.
+`as_put` decodes one stored state; `EntryReader` fetches the stored states of an entry and of its parent.
 """
 
 from __future__ import annotations

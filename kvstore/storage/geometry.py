@@ -44,7 +44,7 @@ PAGES_PER_FREED = 3
 SPARE_BYTES = 2 * (PAGES_EVICTED + 1) * PAGE_SIZE
 
 # Free pages given back to the file system by one step of the background thread, and by one of `gc` or `prune`.
-FREE_PAGES_PER_TICK = pages_of(16 << 20)
+FREE_PAGES_PER_RUN = pages_of(16 << 20)
 FREE_PAGES_PER_STEP = pages_of(64 << 20)
 # Pages that a backup copies between two calls of its progress.
 BACKUP_PAGES = pages_of(16 << 20)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
+from ..types import CLASSES
 from ..util.hashing import prefix_hash
 from . import queries, queries_blobs, queries_prefixes
 from .db import Connection
@@ -88,7 +89,8 @@ def staged(c: Connection) -> Iterator[Finding]:
 
 
 # Capped, so that no damaged size makes the sum an error: it then differs from the total.
-_SUMS = f"SELECT class, count(*), sum(min(size, {1 << 52})), sum(min(stored, {1 << 52})) FROM meta GROUP BY class"
+_SUMS = f"""SELECT iif(base, 'base', class), count(*), sum(min(size, {1 << 52})), sum(min(stored, {1 << 52})) FROM meta
+ GROUP BY 1"""
 
 
 def totals(c: Connection) -> Iterator[Finding]:
@@ -114,7 +116,7 @@ def rebuild_totals(c: Connection) -> None:
         """UPDATE meta SET (size, stored) = (SELECT sum(size), sum(stored) FROM blobs WHERE blobs.entry = meta.entry)
  WHERE EXISTS (SELECT 1 FROM blobs WHERE blobs.entry = meta.entry)"""
     )
-    c.execute("INSERT INTO totals VALUES('normal', 0, 0, 0), ('learned', 0, 0, 0), ('pinned', 0, 0, 0)")
+    c.executemany("INSERT INTO totals VALUES(?, 0, 0, 0)", [(name,) for name in (*CLASSES, queries.BASE)])
     c.execute(f"INSERT OR REPLACE INTO totals {_SUMS}")
 
 
@@ -219,7 +221,7 @@ def walk(read: Callable[[str, int, int], tuple[list[int], bool]], sql: str) -> s
 def tokens_by_index(c: Connection, id: int) -> tuple[int, bytes] | None:
     """(fingerprint, tokens) of an entry from the prefix index, where its own row cannot be read."""
     sql = """SELECT fingerprint, tokens FROM entries INDEXED BY entries_by_tokens
- WHERE +id = ? AND fingerprint > 0 AND cut_any IN (0, 1)"""
+ WHERE +id = ? AND fingerprint > 0 AND base IN (0, 1) AND cut_any IN (0, 1)"""
     row = c.execute(sql, (signed(id),)).fetchone()
     return None if row is None else (row[0], row[1])
 

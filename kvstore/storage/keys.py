@@ -1,4 +1,4 @@
-"""Keys of encrypted files: what can be a key, and what to say where it does not fit or SQLite has no cipher.
+"""Keys of encrypted files: checks of a key, and the errors for a wrong key or an SQLite without a cipher.
 
 No message, log line or repr contains a key, or a part of one.
 """

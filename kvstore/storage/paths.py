@@ -1,4 +1,4 @@
-"""Where a store lies: the one real path of its file, and what can be said of that path without SQLite."""
+"""The one real path of a store's file, and the checks of that path that need no SQLite."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def refuse_network_filesystem(path: str) -> None:
             mountinfo = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
             kind = network_filesystem(Path(path).resolve(), mountinfo)
     if kind:
-        raise UnsafeFilesystemError(f"{path} lies on a network file system ({kind})", path=path, filesystem=kind)
+        raise UnsafeFilesystemError(f"{path} is on a network file system ({kind})", path=path, filesystem=kind)
 
 
 def reserve_file(path: str, shown: str | None = None) -> bool:

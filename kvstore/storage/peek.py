@@ -11,14 +11,14 @@ from . import sniff, sqlite
 from .sniff import EMPTY, Header
 
 APPLICATION_ID = 0x4B565356
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 PEEKS = 4
 
 
 def refuse_other_programs(path: str) -> Header | None:
     """What the file says it is. Raises NotAStoreError or NewerStoreError where it says each time that it is not for us.
 
-    Another process may be in the middle of writing a page, or of emptying the log, each time but not every time.
+    It is read several times: another process may just be writing a page or emptying the log.
     """
     found: Header | None = None
     for n in range(PEEKS):
@@ -34,7 +34,7 @@ def refuse_other_programs(path: str) -> Header | None:
 
 
 def peek(path: str) -> Header | None:
-    """What the file says it is; None where it is no plain SQLite database.
+    """What the file says it is; None if it is not a plain SQLite database.
 
     Takes no lock and leaves nothing beside it: an ordinary connection would make a log for a file of another program, or
     copy a log into it that its program left. (Closing a plain file descriptor would drop the locks of our connections.)

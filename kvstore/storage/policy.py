@@ -25,7 +25,7 @@ def budget_bytes(mib: float) -> int:
     return -1 if mib < 0 else int(mib * MIB)
 
 
-def common(a: bytes, b: bytes) -> int:
+def common_tokens(a: bytes, b: bytes) -> int:
     """How many leading tokens two keys have in common."""
     return common_prefix_length(np.frombuffer(a, "<i4", len(a) // 4), np.frombuffer(b, "<i4", len(b) // 4))
 
@@ -42,7 +42,7 @@ def expires_at(now: int, ttl: int | None) -> int | None:
 def merged_class(
     old: tuple[EntryClass, Source], new: tuple[EntryClass, Source]
 ) -> tuple[EntryClass, Source]:
-    """The class of an entry whose tokens are put again: one that nobody asked for does not undo one that somebody did."""
+    """The class of an entry whose tokens are put again: a default class does not replace one that was asked for."""
     return old if new == ("normal", "default") else new
 
 
@@ -68,7 +68,7 @@ def prefix_to_learn(entries: Sequence[Candidate], min_saved: int | None, times: 
     best = b""
     for at in range(len(entries) - times + 1):
         group = entries[at : at + times]
-        n = common(group[0].key, group[-1].key)
+        n = common_tokens(group[0].key, group[-1].key)
         if 4 * n > len(best) and all(_saves(e, n, min_saved) for e in group):
             best = group[0].key[: 4 * n]
     return best

@@ -73,7 +73,7 @@ def _array(rows: Sequence[PrefixRow]) -> Ints:
 
 
 class PrefixFilter:
-    """The rows of one fingerprint, read as they are needed. `lock` must be held by whoever uses it."""
+    """The rows of one fingerprint, read as they are needed. The caller must hold `lock`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

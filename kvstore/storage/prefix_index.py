@@ -19,12 +19,12 @@ import numpy as np
 from ..types import Tokens
 from . import queries, queries_prefixes
 from .db import Connection
-from .policy import common
+from .policy import common_tokens
 from .prefix_filter import PrefixFilters
 from .queries import signed, unsigned
 
 Rows = Iterator[tuple[int, bytes, "int | None"]]
-# Steps of 15 us each before the filter is asked; most stores need one or two, and never read their hashes.
+# Steps (15 us each) before the filter is used. Most stores need one or two, and never load the hashes.
 WALK_STEPS = 8
 
 
@@ -80,7 +80,7 @@ def _stored_prefixes(
             if seen == most:
                 raise TooLong
             seen += 1
-            n = common(tokens, key)
+            n = common_tokens(tokens, key)
             if 4 * n == len(tokens):
                 yield id, n, expires_at
             else:
@@ -182,7 +182,7 @@ def longest(
     runs = filters.runs_of(fingerprint)
     for before in (True, False):
         found = runs.nearest(c, fingerprint, key, now, before=before)
-        n = 0 if found is None else common(found[1], key)
+        n = 0 if found is None else common_tokens(found[1], key)
         if found is not None and n > (0 if best is None else best[1]):
             best = (found[0], n)
     whole = _longest_whole(c, filters, fingerprint, key, now)
@@ -212,7 +212,7 @@ def longest_in(index: Index, key: bytes, now: int, most: int | None = None) -> t
     for neighbours in (index.at_or_before(True, key), index.after(key)):
         for step, (id, tokens, expires_at) in enumerate(neighbours):
             if expires_at is None or expires_at > now:
-                offer(id, common(tokens, key))
+                offer(id, common_tokens(tokens, key))
                 break
             if step == most:
                 raise TooLong

@@ -17,6 +17,7 @@ from .sqlite import read_failed
 
 _U64 = 1 << 64
 I63 = 1 << 63
+BASE = "base"  # the row of totals for entries that are kept because others are stored against them
 
 
 def signed(id: int) -> int:
@@ -118,7 +119,7 @@ def entry_of(row: Sequence[Any]) -> Entry:
 
 
 def unreadable(id: int) -> Entry:
-    """What stands for an entry whose row is damaged, where it is dropped."""
+    """An `Entry` in place of one whose row is damaged, for the report of its drop."""
     return Entry(
         id=id, n_tokens=0, n_images=0, entry_class="normal", source="default", created_at=0, last_used=0, expires_at=None,
         ttl=None, hits=0, family=0, n_input=0, excerpt="", parent=None, size=0, stored=0,
@@ -162,7 +163,7 @@ def tokens(c: Connection, id: int) -> Tokens | None:
 
 
 def head(c: Connection, id: int) -> bytes | None:
-    """The header of the file that an entry came in, its tokens cut out; None where it came in no file."""
+    """The header of the file that an entry came in, its tokens cut out; None if it did not come in a file."""
     row = c.execute("SELECT head FROM entries WHERE id = ?", (signed(id),)).fetchone()
     if row is not None and not isinstance(row[0], bytes | None):
         raise damaged_row(id, f"its head is {shown(row[0])}")
@@ -199,7 +200,7 @@ _LAST_USE = 1 << 62
 
 def next_use(c: Connection) -> int:
     """The next place in the order of use."""
-    sql = f"SELECT max(use_order) FROM meta WHERE class = ? AND use_order < {_LAST_USE}"
+    sql = f"SELECT max(use_order) FROM meta WHERE class = ? AND base = 0 AND use_order < {_LAST_USE}"
     return 1 + max(c.execute(sql, (name,)).get or 0 for name in CLASSES)
 
 
@@ -273,9 +274,9 @@ def has_children(c: Connection, id: int) -> bool:
 
 
 def touch(c: Connection, id: int, hits: int, used: int) -> None:
-    """Counts uses of an entry; its parent counts as used with it, and stands behind it in the order of eviction."""
+    """Counts uses of an entry; its parent counts as used with it, and is evicted after it."""
     c.execute(
-        # At 2^63 - 1 the count stays: one more would be no integer to SQLite.
+        # The count stops at 2^63 - 1, the largest integer of SQLite.
         """UPDATE meta SET hits = CASE WHEN hits > 9223372036854775807 - ?1 THEN hits ELSE hits + ?1 END,
  last_used = max(last_used, ?2), use_order = ?3 WHERE entry = ?4""",
         (hits, used, next_use(c), signed(id)),
@@ -299,14 +300,14 @@ def _token_rows(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[int, bytes, int
 def at_or_before(c: Connection, fingerprint: int, cut: bool, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
     """(id, tokens, expires_at) of the entries that sort at or before `key`, nearest first."""
     sql = """SELECT e.id, e.tokens, m.expires_at FROM entries e JOIN meta m ON m.entry = e.id
- WHERE e.fingerprint = ? AND e.cut_any = ? AND e.tokens <= ? ORDER BY e.tokens DESC"""
+ WHERE e.fingerprint = ? AND e.base = 0 AND e.cut_any = ? AND e.tokens <= ? ORDER BY e.tokens DESC"""
     yield from _token_rows(c.execute(sql, (fingerprint, int(cut), key)))
 
 
 def after(c: Connection, fingerprint: int, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
     """(id, tokens, expires_at) of the entries that can be cut anywhere and sort after `key`, nearest first."""
     sql = """SELECT e.id, e.tokens, m.expires_at FROM entries e JOIN meta m ON m.entry = e.id
-  WHERE e.fingerprint = ? AND e.cut_any = 1 AND e.tokens > ? ORDER BY e.tokens"""
+ WHERE e.fingerprint = ? AND e.base = 0 AND e.cut_any = 1 AND e.tokens > ? ORDER BY e.tokens"""
     yield from _token_rows(c.execute(sql, (fingerprint, key)))
 
 
@@ -325,7 +326,7 @@ def entries_of_blobs_after(
 ) -> list[tuple[int, bytes, int | None]]:
     """(id, tokens, expires_at) of up to `limit` entries with a newer blob that can be cut anywhere."""
     sql = """SELECT e.id, e.tokens, m.expires_at FROM blobs b CROSS JOIN entries e ON e.id = b.entry
- JOIN meta m ON m.entry = e.id WHERE b.id > ? AND e.fingerprint = ? AND e.cut_any = 1 LIMIT ?"""
+ JOIN meta m ON m.entry = e.id WHERE b.id > ? AND e.fingerprint = ? AND m.base = 0 AND e.cut_any = 1 LIMIT ?"""
     return list(_token_rows(c.execute(sql, (blob, fingerprint, limit))))
 
 
@@ -343,7 +344,7 @@ def _nearest(
     c: Connection, side: str, order: str, fingerprint: int, key: bytes, now: int
 ) -> tuple[int, bytes] | None:
     sql = f"""SELECT e.id, e.tokens FROM entries e CROSS JOIN meta m ON m.entry = e.id
- WHERE e.fingerprint = ?1 AND e.cut_any = 1 AND {side} AND (m.expires_at IS NULL OR m.expires_at > ?2)
+ WHERE e.fingerprint = ?1 AND e.base = 0 AND e.cut_any = 1 AND {side} AND (m.expires_at IS NULL OR m.expires_at > ?2)
  ORDER BY {order} LIMIT 1"""
     row = c.execute(sql, (fingerprint, now, key)).fetchone()
     return None if row is None else (unsigned(row[0]), row[1])
@@ -362,25 +363,26 @@ def whole_by_end(c: Connection, fingerprint: int, key: bytes) -> list[int]:
     One seek for each token of the key (1 us), in an index of token counts and last tokens.
     """
     sql = """WITH RECURSIVE counts(n) AS (SELECT ?3 UNION ALL SELECT n - 1 FROM counts WHERE n > 1)
- SELECT e.id FROM counts CROSS JOIN entries e WHERE e.fingerprint = ?1 AND e.cut_any = 1 AND e.n_tokens = counts.n
+ SELECT e.id FROM counts CROSS JOIN entries e WHERE e.fingerprint = ?1 AND (e.cut_any = 1 OR e.base = 1)
+ AND e.n_tokens = counts.n
  AND substr(e.tokens, -64) = substr(?2, max(1, 4 * counts.n - 63), min(64, 4 * counts.n))
  AND e.tokens = substr(?2, 1, 4 * counts.n)"""
     return [r[0] for r in c.execute(sql, (fingerprint, key, len(key) // 4))]
 
 
 def has_class(c: Connection, entry_class: str) -> bool:
-    return c.execute("SELECT 1 FROM meta WHERE class = ? LIMIT 1", (entry_class,)).fetchone() is not None
+    return c.execute("SELECT 1 FROM meta WHERE class = ? AND base = 0 LIMIT 1", (entry_class,)).fetchone() is not None
 
 
 def same_tokens(c: Connection, fingerprint: int, key: bytes) -> list[int]:
-    sql = "SELECT id FROM entries WHERE fingerprint = ? AND cut_any IN (0, 1) AND tokens = ?"
+    sql = "SELECT id FROM entries WHERE fingerprint = ? AND base = 0 AND cut_any IN (0, 1) AND tokens = ?"
     return [unsigned(r[0]) for r in c.execute(sql, (fingerprint, key))]
 
 
 def continuing(c: Connection, fingerprint: int, key: bytes) -> list[int]:
     """The entries whose tokens begin with `key`, itself with them."""
     end = _after_prefix(key)
-    sql = """SELECT id FROM entries WHERE fingerprint = ? AND cut_any = ? AND tokens >= ?
+    sql = """SELECT id FROM entries WHERE fingerprint = ? AND base = 0 AND cut_any = ? AND tokens >= ?
  AND (? IS NULL OR tokens < ?)"""
     return [
         unsigned(r[0]) for cut in (1, 0) for r in c.execute(sql, (fingerprint, cut, key, end, end))
@@ -399,7 +401,7 @@ def family_tokens(c: Connection, fingerprint: int, family: int, now: int, limit:
     The most recently used first, up to `limit` of the last 4 * `limit`; only those that can be cut anywhere.
     """
     sql = """SELECT e.id, e.tokens, m.size, coalesce(p.n_tokens, 0)
- FROM (SELECT entry FROM meta WHERE family = ?1 ORDER BY use_order DESC LIMIT 4 * ?4) f
+ FROM (SELECT entry FROM meta WHERE family = ?1 AND base = 0 ORDER BY use_order DESC LIMIT 4 * ?4) f
  CROSS JOIN meta m ON m.entry = f.entry JOIN entries e ON e.id = m.entry LEFT JOIN entries p ON p.id = m.parent
  WHERE e.fingerprint = ?2 AND m.class <> 'learned' AND (m.expires_at IS NULL OR m.expires_at > ?3) AND e.cut_any
  ORDER BY m.use_order DESC LIMIT ?4"""
@@ -412,7 +414,7 @@ def family_tokens(c: Connection, fingerprint: int, family: int, now: int, limit:
 
 def expired(c: Connection, now: int, limit: int) -> list[tuple[int, int]]:
     """(id, bytes) of expired entries, the longest first; a prefix that live entries are stored against is not among them."""
-    sql = """SELECT entry, stored FROM meta m WHERE expires_at <= ?1 AND NOT EXISTS (
+    sql = """SELECT entry, stored FROM meta m WHERE expires_at <= ?1 AND base = 0 AND NOT EXISTS (
  SELECT 1 FROM meta k WHERE k.parent = m.entry AND (k.expires_at IS NULL OR k.expires_at > ?1)) ORDER BY expires_at LIMIT ?2"""
     return [(unsigned(r[0]), r[1]) for r in c.execute(sql, (now, limit))]
 
@@ -422,11 +424,11 @@ def has_live_children(c: Connection, id: int, now: int) -> bool:
     return c.execute(sql, (signed(id), now)).fetchone() is not None
 
 
-def least_recently_used(c: Connection, spare: int | None) -> int | None:
-    """The entry to evict next: normal before learned and pinned, children before parents. `spare` is an id to keep."""
-    sql = """SELECT entry, use_order FROM meta m WHERE class = ? AND entry IS NOT ?
+def least_recently_used(c: Connection, protect: int | None) -> int | None:
+    """The entry to evict next: normal before learned and pinned, children before parents. `protect` is an id to keep."""
+    sql = """SELECT entry, use_order FROM meta m WHERE class = ? AND base = 0 AND entry IS NOT ?
  AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry) ORDER BY use_order LIMIT 1"""
-    keep = None if spare is None else signed(spare)
+    keep = None if protect is None else signed(protect)
     for classes in (("normal",), ("learned", "pinned")):
         found = [row for row in (c.execute(sql, (name, keep)).fetchone() for name in classes) if row is not None]
         if found:
@@ -449,7 +451,7 @@ def all_ids(c: Connection) -> list[int]:
 
 def totals(c: Connection) -> dict[str, Totals]:
     """The sums by class; zeros where their row is not there."""
-    found: dict[str, Totals] = {name: Totals(0, 0, 0) for name in CLASSES}
+    found: dict[str, Totals] = {name: Totals(0, 0, 0) for name in (*CLASSES, BASE)}
     for name, *sums in c.execute("SELECT class, entries, size, stored FROM totals"):
         if name in found and all(isinstance(n, int) for n in sums):
             found[name] = Totals(*sums)

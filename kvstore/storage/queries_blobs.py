@@ -19,7 +19,7 @@ KINDS = ("full", "bkvd")
 
 @dataclass(frozen=True, slots=True)
 class BlobRow:
-    """One state of an entry as it lies in the file; `kind` is 'full' or 'bkvd', `stored` the bytes in chunks."""
+    """One state of an entry as it is in the file; `kind` is 'full' or 'bkvd', `stored` the bytes in chunks."""
 
     id: int
     part: str
@@ -48,12 +48,12 @@ def _blob_row(id: int, row: Sequence[Any]) -> BlobRow:
 
 
 def version(c: Connection, id: int) -> tuple[int, ...]:
-    """What tells one stored form of an entry from another: its blob ids, main first. Empty where it is gone."""
+    """The version of a stored entry: its blob ids, main first. Empty if the entry is gone. A blob id is never used again."""
     return tuple(row.id for row in blobs(c, id))
 
 
 def stage_blob(c: Connection, part: str, kind: str, size: int, stored: int, writer: str) -> int:
-    """A blob that belongs to no entry yet; gives its id."""
+    """Inserts a blob that does not belong to an entry yet; gives its id."""
     c.execute(
         "INSERT INTO blobs(part, kind, size, stored, writer) VALUES(?,?,?,?,?)", (part, kind, size, stored, writer)
     )
@@ -99,7 +99,7 @@ def delete_blob(c: Connection, blob: int) -> None:
 
 
 def blob_writer(c: Connection, blob: int) -> str | None:
-    """Who is writing a staged blob; None where it is gone or done."""
+    """The writer of a staged blob; None if the blob is gone or published."""
     row = c.execute("SELECT writer FROM blobs WHERE id = ?", (blob,)).fetchone()
     return None if row is None else row[0]
 
@@ -111,7 +111,7 @@ def staged(c: Connection) -> list[tuple[int, str]]:
 
 
 def delete_staged(c: Connection, blob: int) -> bool:
-    """Deletes a blob that still belongs to no entry."""
+    """Deletes a blob that does not belong to an entry yet."""
     c.execute("DELETE FROM blobs WHERE id = ? AND entry IS NULL", (blob,))
     return c.changes() == 1
 
@@ -124,7 +124,7 @@ def detach_blobs(c: Connection, id: int) -> None:
 
 
 def delete_last_chunks(c: Connection, blob: int, n: int) -> bool:
-    """Deletes up to n chunks of a blob that belongs to no entry; False where it has none."""
+    """Deletes up to n chunks of a blob without an entry; False if it has none."""
     sql = """DELETE FROM chunks WHERE id IN (SELECT k.id FROM chunks k JOIN blobs b ON b.id = k.blob
  WHERE k.blob = ? AND b.entry IS NULL ORDER BY k.seq DESC LIMIT ?)"""
     c.execute(sql, (blob, n))

@@ -38,7 +38,7 @@ class Filter:
     ids: tuple[int, int] = (FIRST, LAST)  # signed, inclusive
 
     def where(self, now: int) -> tuple[str, list[Any]]:
-        terms = ["(m.expires_at IS NULL OR m.expires_at > ?)"]
+        terms = ["m.base = 0", "(m.expires_at IS NULL OR m.expires_at > ?)"]
         values: list[Any] = [now]
         if self.ids != (FIRST, LAST):
             terms.append("m.entry BETWEEN ? AND ?")

@@ -21,7 +21,7 @@ def has_table(c: Connection) -> bool:
 
 
 def complete(c: Connection) -> bool:
-    """Whether every entry has its rows: not in a file that an older program wrote, until the upkeep has made them."""
+    """Whether every entry has its rows: not in a file that an older program wrote, until the maintenance has made them."""
     return has_table(c) and c.execute("SELECT 1 FROM counters WHERE name = ?", (UNLISTED,)).fetchone() is None
 
 

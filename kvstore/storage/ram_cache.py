@@ -1,4 +1,4 @@
-"""The RAM layer: entries as they are stored (whole or delta), least recently used out first, inside a budget.
+"""The RAM layer: an LRU cache of entries as they are stored (whole or delta), bounded in bytes.
 
 Thread rules: every public method takes the one lock and none calls out while holding it. `reserve` makes the room, the
 caller fills its arrays without the lock, `commit` shows them: so the bytes held never pass the budget, not even while an
@@ -84,7 +84,7 @@ class RamCache:
             self._reserved -= n_bytes
 
     def commit(self, id: int, entry: CachedEntry) -> bool:
-        """Shows a reserved entry; False where its parent went meanwhile (the reservation is given back)."""
+        """Makes a reserved entry visible; False if its parent was dropped meanwhile (the reservation is given back)."""
         with self._lock:
             self._reserved -= entry.n_bytes
             if entry.parent is not None and entry.parent not in self._entries:

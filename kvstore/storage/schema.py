@@ -11,7 +11,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from ..errors import DiskFullError, ReadOnlyError, StoreIOError
-from . import db, peek, queries_prefixes, queries_upkeep, sqlite
+from . import db, peek, queries_maintenance, queries_prefixes, sqlite
 from .db import Connection, Database
 from .peek import SCHEMA_VERSION
 from .sniff import Header
@@ -45,6 +45,12 @@ def prepare(
 
     Gives what the upgrade did, None where there was none. Its records are logged as warnings.
     """
+    report = _prepare(database, progress, backup)
+    database.may_be_replaced()
+    return report
+
+
+def _prepare(database: Database, progress: Callable[[int, int], object] | None, backup: bool) -> Report | None:
     with database.exclusive() as c:
         version = version_of(c, database.path)
     if version == SCHEMA_VERSION:
@@ -83,7 +89,7 @@ def prepare(
 
 _ADDITIONS = "-- Additions."
 _CREATED = re.compile(r"^CREATE (?:TABLE|INDEX|TRIGGER) (?:IF NOT EXISTS )?(\w+)", re.MULTILINE)
-LISTED_AT_OPEN = 4096  # entries whose rows of `prefixes` are made at the first open, 0.1 s; the upkeep makes the others
+LISTED_AT_OPEN = 4096  # entries whose rows of `prefixes` are made at the first open, 0.1 s; the maintenance makes the others
 
 
 @functools.cache
@@ -96,7 +102,7 @@ def _additions() -> tuple[str, frozenset[str]]:
 
 @functools.cache
 def _views() -> dict[str, str]:
-    """The SQL of each view for people, by its name, as SQLite keeps it."""
+    """The SQL of each view of schema.sql, by its name, as SQLite keeps it."""
     return {m[2]: m[1] for m in re.finditer(r"^(CREATE VIEW (\w+) .*?);$", schema_sql(), re.MULTILINE | re.DOTALL)}
 
 
@@ -120,7 +126,7 @@ def extend(database: Database) -> None:
             if names <= known:
                 return
             sqlite.run_script(c, sql)
-            queries_upkeep.mark_unswept(c)  # nobody knows what was done while the triggers were not there
+            queries_maintenance.mark_unswept(c)  # nobody knows what was done while the triggers were not there
             if "prefixes" not in known:
                 queries_prefixes.begin_list(c)
                 if queries_prefixes.continue_list(c, LISTED_AT_OPEN):

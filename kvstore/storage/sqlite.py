@@ -103,7 +103,7 @@ def read_failed(connection: Connection) -> bool:
 
 
 def translate(error: apsw.Error, path: str, key: bool = False, connection: Connection | None = None) -> KVStoreError:
-    """The error of kvstore that one of SQLite's is; `connection` is where it arose."""
+    """The error of kvstore for an error of SQLite; `connection` is where it was raised."""
     if isinstance(error, apsw.CorruptError) and connection is not None and read_failed(connection):
         reason = os.strerror(errno.EIO)
         return StoreIOError(f"{path} cannot be read: {reason}", path=path, hint="check the disk, then try again")
@@ -135,6 +135,11 @@ def translate(error: apsw.Error, path: str, key: bool = False, connection: Conne
     if isinstance(error, apsw.TooBigError):
         return InvalidInputError(f"{path}: a value is larger than SQLite holds", path=path)
     return StoreIOError(f"{path}: {error}", path=path, hint="check the disk and the permissions of the file")
+
+
+def deleted_by_another(error: Error) -> bool:
+    """Whether SQLite failed because another connection deleted the rollback journal first: to try again is right."""
+    return getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_DELETE_NOENT
 
 
 @contextmanager

@@ -63,7 +63,7 @@ class PendingCounters:
 
 
 def write(c: Connection, taken: tuple[dict[int, tuple[int, int]], Counter[str]]) -> None:
-    """Takes counts to the file, inside a write transaction."""
+    """Adds the counts to the file, inside a write transaction."""
     uses, counts = taken
     for id, (hits, used) in uses.items():
         if hits:

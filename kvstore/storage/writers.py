@@ -1,4 +1,4 @@
-"""Who writes a staged blob, and whether it still does: a sign of life that every process of the machine can see.
+"""Names the writer of a staged blob, and tells every process of the machine whether that writer is still alive.
 
 A put that is committed in steps locks one byte, at a random offset, of an empty file beside the store, `<file>-writers`.
 The kernel lets go of the lock when the process ends, however it ends, and shows it to processes of other containers,
@@ -93,7 +93,7 @@ class Writer:
             fd = _open(self._path, os.O_RDWR | os.O_CREAT)
             try:
                 _like_the_store(fd, store)
-                # Who holds all of it is about to remove it.
+                # A process that has locked the whole file is about to remove it.
                 if _lock(fd, "F_WRLCK", offset, 1) and _same_file(fd, self._path):
                     return fd
             except BaseException:
@@ -104,7 +104,7 @@ class Writer:
         return -1
 
     def close(self) -> None:
-        """The put is done, or has failed: what it left staged is nobody's."""
+        """Ends the put: blobs that it leaves staged are now abandoned."""
         if self._fd < 0:
             _tokens.discard(self.name.rpartition(":")[2])
             return
@@ -170,7 +170,7 @@ def process_name() -> str:
 
 
 def alive(name: str, store: str | None) -> bool:
-    """Whether the put of this name is under way. False for what names none; True where it cannot be known."""
+    """Whether the put of this name is under way. False if the name is not a writer's; True if it cannot be known."""
     locked = _LOCKED.fullmatch(name)
     if locked is not None:
         return store is not None and _holds(store + SUFFIX, int(locked[1], 16))
@@ -197,7 +197,7 @@ def _holds(path: str, offset: int) -> bool:
 
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
         kind, _, _, length, _ = _FLOCK.unpack(fcntl.fcntl(fd, _GET, asked))
-        # Who holds more than one byte is removing the file, and found that nobody else holds any.
+        # A process that holds more than one byte is removing the file, after finding no other lock.
         return bool(kind != fcntl.F_UNLCK and length == 1)
     except OSError:
         return True

@@ -25,8 +25,8 @@ from .disk_budget import DiskBudget, Dropped
 
 log = logging.getLogger("kvstore")
 log.addHandler(logging.NullHandler())  # silent unless the program that uses us logs: no warnings on its stderr
-TRIES = 8  # of a call that damaged rows, or other processes, are in the way of
-# Why an entry may go: what a user asked for is no eviction, and what a newer entry serves is no loss.
+TRIES = 8  # of a call that damaged rows or other processes keep from succeeding
+# Reasons of a drop: a drop that a user asked for is not an eviction; an entry that a newer one serves is not a loss.
 USER_REASONS = ("deleted", "taken")
 EXPECTED_REASONS = (*USER_REASONS, "contained", "replaced")
 
@@ -133,7 +133,7 @@ class StoreCore:
     def transaction(self, *, durable: bool = True, wait: bool = True) -> Iterator[tuple[Connection, Dropped]]:
         """A write transaction that takes the pending counters with it, and the list of (entry, why) that it drops.
 
-        What was dropped is reported and forgotten by the RAM layer after the commit, and not at all where it fails.
+        After the commit, drops are logged and removed from the RAM layer; after a failure nothing is.
         """
         dropped: Dropped = []
         taken = self.counters.take()
@@ -167,9 +167,9 @@ class StoreCore:
     # -- a full disk
 
     def freeing(self, step: Callable[[], T]) -> T:
-        """Runs what frees space. On a full disk again: with the log emptied, then with the spare blocks given up.
+        """Runs a step that frees space. On a full disk it is run again: after emptying the log, then after giving up the spare.
 
-        A call that makes room must itself find room. The spare is taken again when there is room for it.
+        Freeing space needs some space itself, which is why a spare is held. It is taken again when the disk has room.
         """
         try:
             return step()
@@ -228,7 +228,7 @@ class StoreCore:
             queries.delete_entry(c, id)
 
     def row_to_drop(self, c: Connection, id: int) -> Entry | None:
-        """The entry of this id, or what stands for it where its row is damaged."""
+        """The entry of this id, or a stand-in if its row is damaged."""
         try:
             return queries.entry(c, id, None)
         except CorruptStoreError:
@@ -252,7 +252,7 @@ class StoreCore:
         return True
 
     def drop_quietly(self, id: int, why: str, version: tuple[int, ...] | None = None) -> None:
-        """Drops what cannot be served, where the file can be written now, and if it still is of the version that was read.
+        """Drops an entry that cannot be served, if the file can be written and still has the version that was read.
 
         An expired prefix stays, unserved, for as long as live entries are stored against it.
         """
@@ -269,7 +269,7 @@ class StoreCore:
             log.warning("entry %s: %s; it could not be dropped: %s", hex_id(id), why, error)
 
     def past_damage(self, call: Callable[..., T], *args: Any) -> T:
-        """Calls, and again after dropping an entry whose row is damaged and was in the way.
+        """Runs `call`; if a damaged row stops it, drops that entry and runs it again.
 
         Arguments are handed on, not closed over: a frame in the traceback of an error keeps its closure alive.
         """
@@ -283,7 +283,7 @@ class StoreCore:
         return call(*args)
 
     def drop_unreadable(self, id: int) -> bool:
-        """Drops an entry whose row is damaged on a new connection too; whether it did."""
+        """Drops an entry if its row is damaged on a new connection too; True if it was dropped."""
         try:
             with self.db.read(fresh=True) as c:
                 queries.entry(c, id, None)
@@ -312,7 +312,7 @@ class StoreCore:
             self.enforce_budget()
 
     def enforce_budget(self) -> list[int]:
-        """Brings the file, which another budget may have let grow, inside this store's; the ids that went."""
+        """Evicts until the file is inside this store's budget (another opener's may be larger); gives the evicted ids."""
         gone: list[int] = []
         self.freeing(lambda: self.budget.enforce(gone))
         return gone

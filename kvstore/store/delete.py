@@ -41,7 +41,7 @@ def _children_to_keep(core: StoreCore, c: Connection, id: int, all_of_them: bool
 
 
 def _make_room_for_children(core: StoreCore, id: int, all_of_them: bool) -> None:
-    """Room in the budget for children that will be whole; where that is not enough for all, they are evicted as others are."""
+    """Evicts until the budget has room for the children as whole entries; if it cannot hold all, children go too."""
     if not core.budget.limited:
         return
     with core.db.read() as c:

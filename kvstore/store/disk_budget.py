@@ -101,7 +101,7 @@ class DiskBudget:
     ) -> Iterator[tuple[Connection, Dropped]]:
         """A write transaction with room for need_bytes, of which it writes log_bytes itself; evicts what it must.
 
-        `protect` is not evicted. Raises OverBudgetError, with nothing evicted, where all the rest would not do.
+        `protect` is not evicted. Raises OverBudgetError, and evicts nothing, if evicting all others would not be enough.
         """
         give_up = time.monotonic() + 2 * self._db.timeout
         while True:
@@ -143,7 +143,7 @@ class DiskBudget:
                     raise
 
     def _evict(self, c: Connection, dropped: Dropped, need: int, most: int, protect: int | None) -> int:
-        """One step of evictions and of shrinking; the pages that are missing when nothing is left to evict."""
+        """One step of eviction and shrinking; gives the number of pages still missing when nothing is left to evict."""
         _, pages, free = queries_blobs.pages(c)
         evictions = self.max_batch(1 << 30, geometry.PAGES_EVICTED)
         missing = 0

@@ -1,4 +1,4 @@
-"""From the bytes that were put to what is stored of them: whole, or a delta against a base."""
+"""Encodes the states of a put for the file, each whole or as a delta against a base; and hands them to the RAM layer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Base:
-    """The learned entry that something is stored against, in the version that was read."""
+    """The entry that a delta is encoded against, in the version that was read."""
 
     id: int
     n_tokens: int
@@ -46,7 +46,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """What to store for an entry; `shared` are the bytes that its base has, `why_whole` is why there are none."""
+    """The encoded parts of an entry. `shared`: bytes that the base has; `why_whole`: the reason if there are none."""
 
     parts: list[Part]
     shared: int
@@ -58,7 +58,7 @@ class Encoded:
 
 
 def load_base(reader: EntryReader, c: Connection, id: int, n_tokens: int) -> Base | None:
-    """A learned entry with its bytes; None where it is damaged: its next get drops it."""
+    """A base with its bytes; None if it is damaged (its next get drops it)."""
     try:
         return Base(id, n_tokens, reader.stored(c, id))
     except Damaged:
@@ -68,7 +68,7 @@ def load_base(reader: EntryReader, c: Connection, id: int, n_tokens: int) -> Bas
 def encode_entry(
     reader: EntryReader, states: ParsedStates, digests: Mapping[str, bytes], base: Base | None, min_saved: int | None
 ) -> Encoded:
-    """What to store for the states, against `base` where that saves enough.
+    """Encodes the states, as deltas against `base` if that saves enough.
 
     `main` first; only if it is shared is `draft` tried, against the base's draft, and it may stay whole.
     """
@@ -104,7 +104,7 @@ def encode_entry(
 def begin_cache_insert(
     ram: RamCache, parts: list[Part], parent: int | None, workers: Workers | None
 ) -> PendingCacheInsert | None:
-    """Begins to take what is being stored into the RAM layer; None where it has no room.
+    """Begins to copy the parts into the RAM layer; None if it has no room.
 
     Without workers the arrays are the store's own, and are not copied.
     """
@@ -113,9 +113,9 @@ def begin_cache_insert(
 
 
 class PendingCacheInsert:
-    """An entry that will be shown in the RAM layer, copied by a worker while the file is written.
+    """An entry on its way into the RAM layer: a worker copies its arrays while the file is written.
 
-    What is `owned`, and a delta, is taken as it is; a caller's buffer may change after the put.
+    Deltas and `owned` arrays are taken without a copy; a caller's buffer may change after the put, so it is copied.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class PendingCacheInsert:
 
     def cancel(self) -> None:
         """Gives the room back, when no worker copies any more."""
-        task, self._task = self._task, None  # it refers to this object: a circle would keep the arrays until a collection
+        task, self._task = self._task, None  # it refers to this object: a cycle would keep the arrays
         if task is not None:
             task.cancel()
         self._ram.cancel(self._n_bytes)

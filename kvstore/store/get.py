@@ -1,4 +1,4 @@
-"""Gets an entry: its states as they were put. What cannot be given back right is dropped, and is a miss."""
+"""Gets an entry: its states as they were put. An entry that cannot be restored exactly is dropped, and is a miss."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def read(core: StoreCore, id: int) -> SavedState | None:
 
 
 def read_twice(core: StoreCore, id: int) -> SavedState | None:
-    """`read`, which drops nothing. Raises Damaged for an entry that failed twice.
+    """`read` that drops nothing. Raises Damaged if the entry fails twice.
 
-    What fails once is read again from the file alone, on a new connection.
+    After a first failure the entry is read again on a new connection, without the RAM layer.
     """
     try:
         return _read(core, id, core.reader, fresh=False)

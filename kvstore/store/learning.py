@@ -1,4 +1,4 @@
-"""Learned prefixes: cut out of a stored state, without the engine, and taken as the parent of what continues them."""
+"""Learned prefixes: cropped out of a stored state without the engine; the parents of the entries that continue them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .put_request import ParsedStates, new_request
 from .update import replace_parts
 
 log = logging.getLogger("kvstore")
-FAMILY_ENTRIES = 256  # as many of a family are looked at, the most recently used
+FAMILY_ENTRIES = 256  # entries of a family that are considered, the most recently used first
 
 
 def source_of(core: StoreCore, c: Connection, tokens: Tokens) -> int | None:
@@ -32,7 +32,7 @@ def source_of(core: StoreCore, c: Connection, tokens: Tokens) -> int | None:
 
 
 def learn(core: StoreCore, id: int, n_tokens: int, entry_class: EntryClass, source: Source) -> Entry:
-    """Stores the first n_tokens of an entry as a learned entry, and those that continue it against it."""
+    """Stores the first n_tokens of an entry as a learned entry, and the entries that continue it as deltas against it."""
     saved = get.read(core, id)
     if saved is None:
         raise NotFoundError(f"no entry {hex_id(id)}", id=hex_id(id))

@@ -9,21 +9,21 @@ import weakref
 from collections.abc import Callable
 
 from ..errors import KVStoreError
-from ..storage import geometry, queries, queries_blobs, queries_prefixes, queries_upkeep
+from ..storage import geometry, queries, queries_blobs, queries_maintenance, queries_prefixes
 from .core import StoreCore
 from .put import LOG_BYTES
 
 log = logging.getLogger("kvstore")
-TICK_SECONDS = 1.0
-EXPIRED_PER_BITE = 256
+INTERVAL_SECONDS = 1.0
+EXPIRED_PER_STEP = 256
 EXPIRED_BYTES_PER_STEP = 256 << 20  # SQLite reads each page that it frees
-HASHED_PER_BITE = 1000
+HASHED_PER_STEP = 1000
 PRUNE_SECONDS = 60.0
 # Free pages and the log's file wait this long for a put that can use them: with a new log 256 MiB took 0.05 s longer.
 QUIET_SECONDS = 10.0
 
 
-def expire(core: StoreCore, limit: int = EXPIRED_PER_BITE, *, wait: bool = False) -> list[int]:
+def expire(core: StoreCore, limit: int = EXPIRED_PER_STEP, *, wait: bool = False) -> list[int]:
     """Deletes up to `limit` expired entries, with those stored against them; gives their ids."""
     with core.db.read() as c:
         ids = queries.expired(c, core.now(), limit)
@@ -42,34 +42,34 @@ def _expire(core: StoreCore, limit: int, wait: bool) -> list[int]:
     return [entry.id for entry, _ in dropped]
 
 
-def sweep(core: StoreCore) -> int:
+def delete_orphans(core: StoreCore) -> int:
     """Deletes rows that refer to nothing, as a shell without foreign keys may leave them; gives their number.
 
     Looks only where something was changed by hand: the triggers of schema.sql note that.
     """
     with core.db.read() as c:
-        seen = queries_upkeep.unswept(c)
+        seen = queries_maintenance.unswept(c)
         if not seen:
             return 0
-        found = queries_upkeep.orphans(c)
+        found = queries_maintenance.orphans(c)
     with core.db.write() as c:
-        deleted = queries_upkeep.delete_orphans(c) if found else 0
-        queries_upkeep.mark_swept(c, queries_upkeep.unswept(c) if found else seen)
+        deleted = queries_maintenance.delete_orphans(c) if found else 0
+        queries_maintenance.mark_swept(c, queries_maintenance.unswept(c) if found else seen)
     return deleted
 
 
 def prune_families(core: StoreCore) -> int:
-    """Deletes families that nothing belongs to any more, the least used first, beyond those that are kept."""
+    """Deletes families without entries, the least used first, down to the number that is kept."""
     with core.db.read() as c:
-        surplus = queries_upkeep.surplus_families(c)
+        surplus = queries_maintenance.surplus_families(c)
     if surplus <= 0:
         return 0
     with core.db.write(durable=False) as c:
-        # A quarter more, so that it is not done again for each that comes.
-        return queries_upkeep.prune_families(c, surplus + queries_upkeep.FAMILIES_KEPT // 4)
+        # A quarter more than needed, so that the next new family does not cause another prune.
+        return queries_maintenance.prune_families(c, surplus + queries_maintenance.FAMILIES_KEPT // 4)
 
 
-def hash_prefixes(core: StoreCore, limit: int = HASHED_PER_BITE) -> bool:
+def hash_prefixes(core: StoreCore, limit: int = HASHED_PER_STEP) -> bool:
     """Makes rows of `prefixes` that older or other programs did not; True where some were missing."""
     with core.db.read() as c:
         listed = queries_prefixes.complete(c)
@@ -80,7 +80,7 @@ def hash_prefixes(core: StoreCore, limit: int = HASHED_PER_BITE) -> bool:
         return bool(queries_prefixes.set_missing_hashes(c, limit)) or more
 
 
-class Upkeep:
+class Maintenance:
     """Does the maintenance of a store every second until it is stopped; holds no strong reference to its core."""
 
     def __init__(self, core: StoreCore, learn: Callable[[], object] | None) -> None:
@@ -88,16 +88,16 @@ class Upkeep:
         self._learn = learn
         self._stop = threading.Event()
         self._wake = threading.Event()
-        self._swept = False
+        self._orphans_deleted = False
         self.failures = 0
         self._reported = ""
         self._hashed = False
         self._pruned = -PRUNE_SECONDS
-        self._thread = threading.Thread(target=self._run, name="kvstore-upkeep", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvstore-maintenance", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
-        """Asks for a tick now."""
+        """Asks for a run now."""
         self._wake.set()
 
     def stop(self) -> None:
@@ -108,26 +108,26 @@ class Upkeep:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self._wake.wait(TICK_SECONDS)
+            self._wake.wait(INTERVAL_SECONDS)
             self._wake.clear()
             core = self._core()
             if core is None or self._stop.is_set():
                 return
-            self._tick(core)
+            self._run_once(core)
             del core
 
     def _failed(self, path: str, what: str, error: Exception | None) -> None:
-        """Counts a failure, and logs it unless it is the one of the tick before."""
+        """Counts a failure, and logs it unless the previous run failed in the same way."""
         self.failures += 1
         if what != self._reported:
-            log.warning("upkeep of %s failed and goes on: %s", path, what, exc_info=error)
+            log.warning("maintenance of %s failed, and will try again: %s", path, what, exc_info=error)
         self._reported = what
 
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def _tick(self, core: StoreCore) -> None:
+    def _run_once(self, core: StoreCore) -> None:
         if core.putting and core.db.wal_bytes() < LOG_BYTES:
             return  # let the put finish first: checkpointing during a put is slower than doing them in sequence
         quiet = time.monotonic() - core.last_write > QUIET_SECONDS
@@ -135,7 +135,7 @@ class Upkeep:
             lambda: core.db.wal_bytes() and core.db.checkpoint(truncate=quiet, wait=False),
             lambda: core.delete_abandoned_blobs(wait=False),
             lambda: self._flush(core),
-            lambda: self._sweep(core),
+            lambda: self._delete_orphans(core),
             lambda: self._hash_prefixes(core),
             lambda: self._prune(core),
             lambda: self._expire(core),
@@ -150,7 +150,7 @@ class Upkeep:
                 step()
             except KVStoreError as error:  # where one cannot be done, on a full disk, another may make room
                 if error.retry:
-                    log.debug("upkeep put off: %s", error)
+                    log.debug("maintenance put off: %s", error)
                 else:
                     self._failed(core.db.path, str(error), None)
             except Exception as error:  # noqa: BLE001  logged and counted: the others may do their work
@@ -161,10 +161,10 @@ class Upkeep:
             with core.transaction(durable=False, wait=False):
                 pass
 
-    def _sweep(self, core: StoreCore) -> None:
-        if not self._swept:
-            sweep(core)
-            self._swept = True
+    def _delete_orphans(self, core: StoreCore) -> None:
+        if not self._orphans_deleted:
+            delete_orphans(core)
+            self._orphans_deleted = True
 
     def _hash_prefixes(self, core: StoreCore) -> None:
         if not self._hashed:
@@ -185,7 +185,7 @@ class Upkeep:
         with core.db.read() as c:
             free = queries_blobs.pages(c)[2]
         while free and not self._stop.is_set():
-            left = core.budget.shrink(geometry.FREE_PAGES_PER_TICK)
+            left = core.budget.shrink(geometry.FREE_PAGES_PER_RUN)
             if left == free:
                 break
             free = left

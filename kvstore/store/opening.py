@@ -1,4 +1,4 @@
-"""Opens and closes the core of a store: what is done around its file, also when that fails half way."""
+"""Opens and closes the core of a store, and cleans up after an open that fails half way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ..errors import BusyError, DiskFullError, KVStoreError, StoreIOError
 from ..storage import closed_file, db, disk
-from . import maintenance as upkeep
+from . import maintenance
 from .core import StoreCore
 from .write_behind import WriteBehind
 
@@ -24,11 +24,11 @@ class Closable(Protocol):
 
 
 def close_core(
-    core: StoreCore, behind: WriteBehind, background: upkeep.Upkeep | None, remote: Closable | None = None
+    core: StoreCore, behind: WriteBehind, background: maintenance.Maintenance | None, remote: Closable | None = None
 ) -> None:
     if os.getpid() != core.db.pid:
         return  # a forked child leaves its parent's files alone
-    # A Store that nobody holds any more may be collected by any thread; these are waited for.
+    # Any thread may collect an unused Store: these threads cannot wait for themselves.
     if behind.is_writer() or (remote is not None and remote.is_thread()):
         threading.Thread(target=close_core, args=(core, behind, background, remote), name="kvstore-close").start()
         return
@@ -38,7 +38,7 @@ def close_core(
     if background is not None:
         background.stop()
     if not core.db.readonly:
-        for step in (core.delete_abandoned_blobs, core.flush, lambda: upkeep.expire(core), core.db.truncate_log):
+        for step in (core.delete_abandoned_blobs, core.flush, lambda: maintenance.expire(core), core.db.truncate_log):
             with suppress(KVStoreError):  # what fails here (a full disk, a writer elsewhere) costs counts, not entries
                 step()
         if core.spare is not None:

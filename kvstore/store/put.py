@@ -23,7 +23,7 @@ from .put_request import PutRequest
 from .update import keep_children, replace_parts, stage
 
 log = logging.getLogger("kvstore")
-# A put larger than this checkpoints each time it has written as much: its log stays smaller than it.
+# A larger put checkpoints each time it has written this much, which keeps its log smaller than the put.
 LOG_BYTES = 512 << 20
 RESERVE_FROM = 8 << 20
 
@@ -81,7 +81,7 @@ def _put(core: StoreCore, request: PutRequest, owned: bool, release: Callable[[]
 def _finish(
     core: StoreCore, plan: PutPlan, entry: Entry, version: tuple[int, ...], pending: PendingCacheInsert | None
 ) -> None:
-    """What a put that is on disk does to the RAM layer and the counters."""
+    """After the commit of a put: updates the RAM layer and the counters."""
     request = plan.request
     if pending is not None:
         pending.commit(request.id, version)
@@ -100,7 +100,7 @@ def log_shared(entry: Entry, n_tokens: int, base: int, started: float) -> None:
 
 
 def _refresh(core: StoreCore, same: Entry, request: PutRequest) -> Entry | None:
-    """Puts an entry again that is there already: only its meta changes. None where it was dropped meanwhile."""
+    """A put of an entry that is already stored: only its meta changes. None if the entry was dropped meanwhile."""
     now = core.now()
     new = request.entry_class, request.source
     # A delta that becomes learned becomes whole.
@@ -130,7 +130,7 @@ def _refresh(core: StoreCore, same: Entry, request: PutRequest) -> Entry | None:
 
 
 def _make_room(core: StoreCore, n_bytes: int) -> bool:
-    """Makes what room there is on a full disk, of the log and of free pages; whether n_bytes can be put now.
+    """Frees disk space on a full disk (empties the log, gives back free pages); True if n_bytes can now be put.
 
     A put needs room in the log, and again in the file.
     """

@@ -1,4 +1,4 @@
-"""What a put will do, as one read of the file finds it; looked at again in the transaction that publishes it."""
+"""`PutPlan`: what a put will do. One read transaction makes it; the transaction that publishes the put checks it again."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .put_request import PutRequest
 
 
 class StalePlan(Exception):
-    """What a put relied on (its base, its staged blobs) was changed by somebody else: plan again."""
+    """Another thread or process changed what the plan relies on (the base, the staged blobs): plan again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Findings:
-    """What the file has of the tokens of a put.
+    """The stored entries that matter to a put.
 
-    same: (id, entry) of those with the very same tokens, which the put replaces; the entry is None where its meta is lost.
+    same: (id, entry) of the entries with exactly these tokens, which the put replaces; entry is None if its meta row is lost.
     prefixes: the stored prefixes, None where nothing depends on them. learned: (id, n_tokens) of the longest learned one
     that the put may be stored against.
     """
@@ -47,9 +47,9 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PutPlan:
-    """What becomes of a put.
+    """The decisions of one put.
 
-    identical: the entry that holds these tokens and bytes already, so that only its meta changes; then the rest says nothing.
+    identical: the entry that already holds these tokens and bytes. Then only its meta changes, and the other fields are unused.
     base: what the state is encoded against, in the version that was read; None: it is stored whole, for the reason
     `why_whole`, which is the name of a counter.
     """
@@ -71,7 +71,7 @@ class PutPlan:
         return now.learned == self.found.learned
 
     def encode(self, core: StoreCore) -> tuple[PutPlan, Encoded]:
-        """What to store, and the plan that it follows: without the base, where that saves too little."""
+        """The encoded parts, and the plan to publish them by: without a base if the delta saves too little."""
         request = self.request
         encoded = entry_codec.encode_entry(core.reader, request.states, request.digests, self.base, core.min_saved)
         if encoded.shared or self.base is None:
@@ -80,7 +80,7 @@ class PutPlan:
 
 
 def make_plan(core: StoreCore, request: PutRequest, *, owned: bool) -> PutPlan:
-    """`owned`: the request was promised its id, so an entry of another id is replaced even where it is identical."""
+    """Plans a request. `owned`: the caller already has the id, so an identical entry with another id is replaced."""
     with core.db.read() as c:
         fingerprint = core.fingerprint_id(c)
         found = Findings(may_share=_asks_to_share(request))
@@ -97,9 +97,9 @@ def make_plan(core: StoreCore, request: PutRequest, *, owned: bool) -> PutPlan:
 
 
 def look(core: StoreCore, c: Connection, fingerprint: int, request: PutRequest, *, publishing: bool = False) -> Findings:
-    """What the file has of a request's tokens: one look-up of the same tokens, one walk over the prefixes at the most.
+    """Finds the entries that matter to a request: one look-up of the same tokens, at most one walk over the prefixes.
 
-    publishing: inside the transaction that publishes the put, which needs to know what it contains.
+    publishing: called in the transaction that publishes the put, which also needs the entries that the put contains.
     """
     same = tuple((id, queries.entry(c, id, None)) for id in queries.same_tokens(c, fingerprint, request.key))
     may_share = _asks_to_share(request) and _stays_unlearned(core, same, request)
@@ -113,7 +113,7 @@ def look(core: StoreCore, c: Connection, fingerprint: int, request: PutRequest, 
 
 
 def find_identical(core: StoreCore, c: Connection, fingerprint: int, request: PutRequest) -> Entry | None:
-    """The live entry that holds these tokens and these very bytes already; one that a queued put renewed is live."""
+    """The live entry that already holds exactly these tokens and bytes. An entry that a queued put renewed counts as live."""
     same = tuple((id, queries.entry(c, id, None)) for id in queries.same_tokens(c, fingerprint, request.key))
     return _identical(core, c, Findings(same), request)
 

@@ -1,4 +1,4 @@
-"""What a caller asks to put: checked arguments, and the layouts of the states, each parsed once."""
+"""`PutRequest`: the checked arguments of one put, with the parsed layouts of its states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def new_id() -> int:
 
 
 class ParsedStates:
-    """The states of one entry, main and draft, each with its layout, which is parsed once: when it is first asked for."""
+    """The states of one entry, main and draft, each with its layout. A layout is parsed once, at first use."""
 
     __slots__ = ("_cuts", "_layouts", "draft", "main")
 
@@ -50,7 +50,7 @@ class ParsedStates:
 class PutRequest:
     """A put whose arguments have been checked. The arrays are the caller's, or private copies (`owned`).
 
-    `promised` is the entry that the caller was given already: it is stored with those times and that class.
+    `promised` (write-behind): the entry that the caller already has. The put stores its id, times and class.
     """
 
     id: int

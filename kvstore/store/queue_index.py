@@ -26,7 +26,7 @@ P = TypeVar("P", bound=Put)
 class QueueIndex(Generic[P]):
     """Queued puts in the order of their tokens, one of the same tokens. Each step of a walk is a search of its own.
 
-    So a walk may go on while puts come and go; whoever walks sees to it that what was found still holds.
+    A walk may therefore go on while puts are added and removed; the caller checks that its result still holds.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class QueueIndex(Generic[P]):
 
 
 class Overlaid:
-    """The index of a file (None: it has no entry) with a queue laid over it; `shadows` tells which rows to pass over."""
+    """The index of a file (None: it has no entry) with a queue laid over it, without the file's rows that `shadows` names."""
 
     def __init__(self, queue: Index, file: Index | None, shadows: Callable[[int], bool]) -> None:
         self._queue = queue

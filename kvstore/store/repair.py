@@ -14,7 +14,7 @@ import numpy as np
 from .. import bkvd
 from ..errors import KVStoreError, StoreIOError
 from ..meta import MetaBlock
-from ..storage import closed_file, db, geometry, queries, queries_blobs, queries_upkeep, sqlite
+from ..storage import closed_file, db, geometry, queries, queries_blobs, queries_maintenance, sqlite
 from ..storage import integrity as audit
 from ..storage import schema as upgrade
 from ..storage.db import Connection
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def repair(core: StoreCore, problems: Sequence[Problem]) -> list[int]:
-    """Does what the remedies of `problems` say; the ids of the entries that went.
+    """Applies the remedies of `problems`; gives the ids of the deleted entries.
 
     Children of a dropped entry that can still be rebuilt are, and stay. What cannot be done is left as it is, each in a
     transaction of its own: verify again to see what remains.
@@ -50,7 +50,7 @@ def repair(core: StoreCore, problems: Sequence[Problem]) -> list[int]:
             continue
     if "rows" in remedies or bad:
         _attempt(core, audit.clear_parents)
-        _attempt(core, queries_upkeep.delete_orphans)
+        _attempt(core, queries_maintenance.delete_orphans)
         _attempt(core, core.reclaim)
         _attempt(core, audit.clear_writers)
     for id in sorted({p.entry for p in problems if p.remedy == "cuts" and p.entry is not None} - set(removed)):
@@ -201,7 +201,7 @@ def remove_if_unused(path: str, created: tuple[int, int] | None, key: str | None
 
 
 def with_first_page(path: str, copy: str) -> bool:
-    """Copies a file, with the first page of a new store in place of its own; False where it can be no store.
+    """Copies a file, with the first page of a new store in place of its own; False if the file cannot be a store.
 
     Every store of one schema has its tables at the same pages, so their first page differs in counters alone.
     """
@@ -244,7 +244,7 @@ def _try(source: Lenient, rows: _Rows, id: int) -> transfer.Exported | str:
 
 def _with_rows(source: Lenient, id: int, states: dict[str, Bytes]) -> transfer.Exported | str:
     """An entry of these states, or why it cannot be read. Raises StoreIOError."""
-    # What is left of its rows, and what indexes repeat of those that are lost.
+    # The rows that are left, and what the indexes repeat of the lost rows.
     entry = _part(source, lambda c: queries.meta_alone(c, id))
     indexed = _part(source, lambda c: audit.tokens_by_index(c, id))
     tokens = _part(source, lambda c: queries.tokens(c, id))

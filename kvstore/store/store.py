@@ -1,4 +1,4 @@
-"""`Store`: the face of kvstore."""
+"""`Store`, the public class: checks arguments, and hands each call to the module that does it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ import numpy as np
 
 from .. import layout, meta
 from ..errors import InvalidInputError, LayoutError, NotFoundError
-from ..storage import db, policy, queries, queries_blobs, queries_lists, queries_upkeep
+from ..storage import db, policy, queries, queries_blobs, queries_lists, queries_maintenance
 from ..storage import prefix_index as prefixes
 from ..storage.ram_cache import RamCache
 from ..types import CLASSES, SOURCES, WHOLE, Entry, EntryClass, Match, RemoteMatch, SavedState, Source, Stats, hex_id
 from ..util.hashing import family
 from ..util.validate import as_state, as_tokens, check_id, check_int, choice, is_text, lifetime
-from . import delete, get, learning, put
-from . import maintenance as upkeep
+from . import delete, get, learning, maintenance, put
 from . import verify as check
 from .core import StoreCore
 from .opening import close_core, open_core
@@ -57,17 +56,17 @@ def _cut(saved: SavedState, n: int) -> SavedState:
 
 
 class Store:
-    """LLM sequence states in one SQLite file, shared prefixes as deltas, with a RAM layer before it.
+    """LLM sequence states in one SQLite file. States that share a prefix are stored as deltas; a RAM layer caches them.
 
     path: the file, created if it does not exist; ":memory:" for a store without one. A symbolic link is followed once, here.
-    fingerprint: names model and context settings; put, match, get and the rest see only entries of the same one. A store
+    fingerprint: names model and context settings; put, match, get and the other calls see only its own entries. A store
         opened without one matches entries that were put without one, and finds entries of any fingerprint by their id.
     cache_ram_mib: bounds the bytes that the RAM layer holds (0: off, -1: no limit).
     cache_disk_mib: bounds the file with its write-ahead log (-1: no limit).
-    min_saved_mib: a state is stored as a delta where that saves at least this many MiB; None: an eighth of the state's size.
+    min_saved_mib: a state is stored as a delta if that saves at least this many MiB; None: an eighth of the state's size.
     write_behind: `put` returns when the entry is in RAM; `flush` waits until all is on disk. Until then an entry's `parent`
         is None and its `stored` is its size. A put that fails later is reported by the next call other than get, match, entry.
-    verify: check the digest of every state that is given back.
+    verify: check the digest of every state that `get` returns.
     readonly: never writes; the file must exist and be of this version.
     auto_learn: learn the prefixes that three entries of a family have in common.
     timeout: seconds to wait for another process that writes, before BusyError.
@@ -139,7 +138,7 @@ class Store:
         self._core = core
         self._behind = WriteBehind(core)
         self._write_behind = write_behind and not readonly
-        self._upkeep: upkeep.Upkeep | None = None
+        self._maintenance: maintenance.Maintenance | None = None
         self._remote: Remote | None = None
         learn: Callable[[], object] | None = None
         if connect is not None:
@@ -148,9 +147,9 @@ class Store:
             run = learning.AutoLearn(core).run
             learn = run if self._remote is None else self._remote.learner(run)
         if not readonly and not memory:
-            self._upkeep = upkeep.Upkeep(core, learn)
+            self._maintenance = maintenance.Maintenance(core, learn)
         # Closes at the latest when the interpreter ends, while threads can still be joined.
-        self._finalizer = weakref.finalize(self, close_core, core, self._behind, self._upkeep, self._remote)
+        self._finalizer = weakref.finalize(self, close_core, core, self._behind, self._maintenance, self._remote)
 
     def __enter__(self) -> Store:
         return self
@@ -187,16 +186,19 @@ class Store:
         share: bool = True,
         head: bytes | None = None,
     ) -> Entry:
-        """Stores the state of a token sequence; all of it or nothing.
+        """Stores the state of a token sequence, all of it or nothing. Returns the entry.
 
         tokens: int32, shape (n,), n > 0. state, draft: anything bytes-like, not empty; not changed, and not kept.
         ttl: seconds until the entry expires, a timedelta, or text such as "7d"; None = never. n_system: tokens of the system
         block; user_start: where the first user turn starts; both decide the family. excerpt: the start of the first user
-        message, for people.
-        share=False stores it whole. head: of the file that the state comes from (`slotfile.head_of`), to write it again.
+        message, shown in lists.
+        share=False stores the state whole. head: the header of the file that the state comes from
+        (`slotfile.head_of`), needed to write that file again.
 
-        The same tokens again replace the entry. Normal entries whose tokens begin this one's are removed where this
-        one's state can serve them. Raises InvalidInputError, OverBudgetError, DiskFullError, BusyError, ReadOnlyError.
+        A second put of the same tokens replaces the entry. Normal entries whose tokens are a prefix of these tokens are
+        removed if this state can serve them, that is, if it can be cropped.
+
+        Raises InvalidInputError, OverBudgetError, DiskFullError, BusyError, ReadOnlyError.
         """
         self._ready()
         array = as_tokens(tokens)
@@ -235,8 +237,8 @@ class Store:
     def get(self, id: EntryId, *, n_tokens: int | None = None) -> SavedState | None:
         """The states of an entry, byte for byte as they were put, or None.
 
-        n_tokens cuts them: to the state of the first n_tokens, where the layout allows it (else LayoutError). The arrays
-        are read-only. An entry that cannot be given back right is dropped, with a logged warning, and is a miss.
+        n_tokens: crop to the state of the first n_tokens; LayoutError if the layout does not allow it. The arrays are
+        read-only. An entry that cannot be restored exactly is dropped, with a logged warning, and is a miss.
         """
         self._core.db.check()
         id = check_id(id)
@@ -252,18 +254,18 @@ class Store:
         return saved
 
     def take(self, id: EntryId) -> SavedState | None:
-        """`get`, and removes the entry; a learned or pinned one stays."""
+        """`get`, then deletes the entry; a learned or pinned entry stays."""
         with self._settled():
             saved = self.get(id)
             if saved is None or saved.entry.entry_class != "normal":
                 return saved
-            # Of two who take at once, one deletes it: the other has a miss.
+            # Of two callers that take at once, one deletes the entry and the other has a miss.
             return saved if delete.delete(self._core, check_id(id), "resident", "taken") else None
 
     def match(self, tokens: Any) -> Match | None:
-        """The entry that can serve the most leading tokens of a request, and how many; None where none serves any.
+        """The entry that can serve the most leading tokens of a request, and the number of tokens; None if none can.
 
-        An entry whose state cannot be cut serves only all of its tokens, or as many as one of its checkpoints has.
+        An entry whose state cannot be cropped serves only all of its tokens, or the tokens up to one of its checkpoints.
         """
         self._core.db.check()
         key = prefixes.key_of(as_tokens(tokens))
@@ -286,7 +288,7 @@ class Store:
     # -- entries as rows
 
     def entry(self, id: EntryId) -> Entry | None:
-        """What is known of an entry; reads none of its bytes."""
+        """The entry of this id without its states, or None if there is none."""
         self._core.db.check()
         id = check_id(id)
         queued, entry = self._behind.lookup(id)
@@ -333,10 +335,10 @@ class Store:
         return entry
 
     def delete(self, id: EntryId, *, children: str = "resident") -> list[int]:
-        """Removes an entry; gives the ids of all that went.
+        """Deletes an entry; returns the ids of all entries that were deleted.
 
-        children: what becomes of the entries stored against it: "resident" keeps those that the RAM layer holds, "keep"
-        all of them (both rebuilt whole), "drop" none.
+        children: which of the entries stored as deltas against it stay, rebuilt whole: "resident" those that the RAM layer
+        holds, "keep" all of them, "drop" none. The others are deleted with it.
         """
         choice(children, ("resident", "keep", "drop"), "value of children")
         with self._settled():
@@ -430,15 +432,15 @@ class Store:
         with core.db.exclusive(), core.db.read() as c:
             totals = queries.totals(c)
             counts = queries.counters(c)
-            families = queries_upkeep.top_families(c, FAMILIES_SHOWN)
-            n_families = queries_upkeep.family_count(c)
+            families = queries_maintenance.top_families(c, FAMILIES_SHOWN)
+            n_families = queries_maintenance.family_count(c)
             page_size, _, free = queries_blobs.pages(c)
             for name, by in core.counters.counts().items():
                 counts[name] = counts.get(name, 0) + by
         prefix = "evicted_"
         return Stats(
             entries={name: totals[name].entries for name in CLASSES},
-            size=sum(t.size for t in totals.values()),
+            size=sum(totals[name].size for name in CLASSES),
             stored=sum(t.stored for t in totals.values()),
             size_by_class={name: totals[name].size for name in CLASSES},
             stored_by_class={name: totals[name].stored for name in CLASSES},
@@ -457,8 +459,8 @@ class Store:
             | ({"ram_budget": core.ram.evictions} if core.ram.evictions else {}),
             encode_seconds=counts.get("encode_us", 0) / 1e6,
             decode_seconds=counts.get("decode_us", 0) / 1e6,
-            upkeep_alive=None if self._upkeep is None else self._upkeep.alive,
-            upkeep_failures=0 if self._upkeep is None else self._upkeep.failures,
+            upkeep_alive=None if self._maintenance is None else self._maintenance.alive,
+            upkeep_failures=0 if self._maintenance is None else self._maintenance.failures,
             n_families=n_families,
             families=tuple(families),
         )
@@ -469,7 +471,7 @@ class Store:
         return check.verify(self._core.db)
 
     def gc(self, *, max_size: int | None = None) -> list[int]:
-        """Removes what expired and what failed puts left, gives all free space back to the file system; the ids that went.
+        """Removes what expired and what failed puts left, gives free space back to the file system; returns the deleted ids.
 
         max_size: also evicts, the least recently used first, learned and pinned entries last, until the file and its log
         have at most this many bytes. Raises InvalidInputError where an empty store has more, BusyError where another
@@ -482,10 +484,10 @@ class Store:
             budget.check_size(max_size)
         removed: list[int] = []
         core = self._core
-        while gone := upkeep.expire(core, 1024, wait=True):
+        while gone := maintenance.expire(core, 1024, wait=True):
             removed += gone
-        core.freeing(lambda: upkeep.sweep(core))
-        upkeep.prune_families(core)
+        core.freeing(lambda: maintenance.delete_orphans(core))
+        maintenance.prune_families(core)
         core.delete_abandoned_blobs()
         removed += core.enforce_budget()
         if max_size is not None:
@@ -525,5 +527,5 @@ class Store:
             yield
 
     def _wake(self) -> None:
-        if self._upkeep is not None:
-            self._upkeep.wake()
+        if self._maintenance is not None:
+            self._maintenance.wake()

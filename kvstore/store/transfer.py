@@ -1,4 +1,4 @@
-"""Takes entries out of a store and into another: export and restore, with all that belongs to an entry."""
+"""Moves entries between stores: export and restore, with all data of an entry."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .put_request import new_id, new_request
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exported:
-    """An entry with all that belongs to it: `block` is its meta, `head` the header of the file that it came in."""
+    """An entry with all its data: `block` is the meta block, `head` the header of the file that it came in."""
 
     block: MetaBlock
     tokens: Tokens
@@ -70,7 +70,7 @@ def block_of(entry: Entry, flags: tuple[bool, bool]) -> MetaBlock:
 
 
 def restore(core: StoreCore, item: Exported) -> Entry | None:
-    """Puts an exported entry as what it was: class, times, uses, and shared where it was shared. None where it expired.
+    """Puts an exported entry with its class, times and uses, shared if it was shared. None if it has expired.
 
     It keeps its id, unless the store gave that to another entry. What it was stored against must be restored first.
     """
@@ -78,7 +78,7 @@ def restore(core: StoreCore, item: Exported) -> Entry | None:
     if block.expires_at is not None and block.expires_at <= core.now():
         return None
     shared = block.parent is not None and block.entry_class != "learned"
-    # Sharing was worth it where it was put: here it is done again, whatever it saves.
+    # The entry was shared where it was put, so it is shared here again, however little that saves.
     target = StoreCore(
         core.db,
         fingerprint=item.fingerprint,

@@ -16,7 +16,7 @@ from .put_request import ParsedStates
 
 
 def stage(c: Connection, parts: list[Part], writer: str) -> list[int]:
-    """Rows for the blobs of an entry that is not there yet; their ids."""
+    """Inserts the blobs of an entry that does not exist yet; gives their ids."""
     return [queries_blobs.stage_blob(c, p.name, p.kind, p.size, p.data.size, writer) for p in parts]
 
 
@@ -46,7 +46,7 @@ def make_whole(core: StoreCore, c: Connection, entry: Entry) -> Entry:
 
 
 def keep_children(core: StoreCore, c: Connection, children: list[int], dropped: Dropped, written: int = 0) -> None:
-    """Rebuilds children whole, before their parent is dropped; those that cannot be, or have no room, are dropped."""
+    """Stores children whole before their parent is dropped. A child that is damaged, or has no room, is dropped."""
     for child in children:
         entry = core.row_to_drop(c, child)
         if entry is None:
@@ -62,7 +62,7 @@ def keep_children(core: StoreCore, c: Connection, children: list[int], dropped: 
 
 
 def set_entry(core: StoreCore, id: int, entry_class: EntryClass | None, source: Source, ttl: int | None) -> Entry:
-    """Changes class or expiry of an entry. Raises NotFoundError, also where it is damaged: it is then dropped."""
+    """Changes class or expiry of an entry. Raises NotFoundError; also if the entry is damaged, which drops it."""
     try:
         return _set(core, id, entry_class, source, ttl)
     except CorruptStoreError as error:

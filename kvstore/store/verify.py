@@ -1,4 +1,4 @@
-"""`verify`: says what is wrong with a store. Reads only, and goes as far as a damaged file lets it.
+"""`verify`: lists what is wrong with a store. Never writes, and reads as much as a damaged file allows.
 
 Each invariant of schema.sql is a question of its own; what fails to answer is itself a finding. The digests are checked
 family by family, a parent and its children by one job, which holds the parent's state and one child's at a time.
@@ -25,7 +25,7 @@ from ..types import Bytes, Entry, hex_id
 T = TypeVar("T")
 Progress: TypeAlias = Callable[[int, int], None]  # bytes done, bytes in all
 Remedy: TypeAlias = Literal["drop", "rows", "totals", "cuts", "salvage", "retry"]
-# What the layers below raise on damaged rows: a value of another type, a text that is no UTF-8.
+# What the layers below raise on damaged rows: a value of another type, a text that is not UTF-8.
 Unreadable = (KVStoreError, UnicodeDecodeError, TypeError, ValueError)
 _REMEDIES: dict[str, Remedy] = {
     "no-orphan": "rows", "staged": "rows", "totals": "totals", "cuts": "cuts",
@@ -58,7 +58,7 @@ class Problem:
 
 
 class Lenient(Database):
-    """Connections that read a file which is shorter than it says, as far as it goes. Read-only."""
+    """Read-only connections that can read a file which is shorter than its header says."""
 
     def __init__(self, path: str, *, key: str | None = None) -> None:
         super().__init__(path, readonly=True, key=key)
@@ -80,7 +80,7 @@ def verify(database: Database, *, jobs: int = 1, progress: Progress | None = Non
 
 
 def _twice(database: Database, question: Callable[[Connection], T]) -> T:
-    """The answer to a question; asked again on a new connection where it fails, as a read may fail once."""
+    """Runs a check; a check that fails is run again on a new connection, since a read may fail once."""
     try:
         with database.read() as c:
             return question(c)

@@ -1,7 +1,7 @@
-"""Write-behind: an overlay of puts that are in RAM and on their way to the disk, in order, by one thread.
+"""Write-behind: a queue of puts in RAM, which one thread writes to the file in order.
 
-What a store gives is the file with the queue laid over it, as if each queued put had been written when it was made: the
-newest put of the same tokens wins, and what it replaces or contains is hidden until the file has dropped it.
+Reads see the file with the queue laid over it, as if each queued put were already written: of several puts of the same
+tokens the newest wins, and the entries that it replaces or contains are hidden until the file has dropped them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .put_request import ParsedStates, PutRequest
 from .queue_index import Overlaid, QueueIndex
 
 T = TypeVar("T")
-LOOKS = 3  # at queue and file while neither changes; then the queue is held still
+LOOKS = 3  # tries to read queue and file while neither changes; after that the queue is locked
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +81,7 @@ class WriteBehind:
     # -- putting
 
     def put(self, request: PutRequest) -> Entry:
-        """Queues a put; one that the file has already, or that never fits into RAM, is written after the earlier ones."""
+        """Queues a put. One that is in the file already, or never fits into RAM, waits for the queue and is written here."""
         with self.order:
             same = self._same(request)
             if isinstance(same, QueuedPut):
@@ -110,7 +110,7 @@ class WriteBehind:
         return self._steady(look)
 
     def _again(self, request: PutRequest, queued: QueuedPut) -> Entry:
-        """Queues a put of what is queued already: it has the same id and arrays, and changes the meta alone."""
+        """Queues a put of tokens and bytes that are already queued: with the same id and arrays, only the meta differs."""
         with self._lock:
             known = queued.view()
         entry_class, source = policy.merged_class((known.entry_class, known.source), (request.entry_class, request.source))
@@ -137,7 +137,7 @@ class WriteBehind:
             request = replace(request, states=ParsedStates(main, draft), digests=Digests(main=main, draft=draft))
             _ = request.cuts  # parsed here, while no lock of the queue is held
             plan = self._plan(request)
-            if plan is None:  # the file decides, once it has all that was put
+            if plan is None:  # only the file can decide, once the queue is written
                 self.drain()
                 plan = self._plan(request)
                 assert plan is not None
@@ -152,8 +152,8 @@ class WriteBehind:
     def _plan(self, request: PutRequest) -> tuple[EntryClass, Source, frozenset[int]] | None:
         """The class of a new entry, and the ids that it replaces or contains; None where only the file can tell.
 
-        The same as `put_plan` finds when the put is written. A normal entry that others are stored against stays, so where
-        queued puts may change that, it has to be seen then.
+        The same as `put_plan` finds when the put is written. A normal entry that has children stays in the list; where queued
+        puts may change whether it has children, only the write can decide.
         """
         now = self._core.now()
         wanted: tuple[EntryClass, Source] = request.entry_class, request.source
@@ -192,7 +192,7 @@ class WriteBehind:
         return *wanted, frozenset(hides)
 
     def _reserve(self, n_bytes: int) -> bool:
-        """Room for a put's copies, waiting for earlier ones to be written; False where they can never fit."""
+        """Reserves RAM for a put's copies, after waiting for earlier puts to be written; False if the copies can never fit."""
         with self._changed:
             while True:
                 self._refuse_if_closed()
@@ -236,7 +236,7 @@ class WriteBehind:
             return id in self._by_id
 
     def _steady(self, look: Callable[[], T]) -> T:
-        """What `look` finds in queue and file while nothing moves from the queue to the file."""
+        """Calls `look` until no put moved from the queue to the file during the call; gives its result."""
         for _ in range(LOOKS):
             with self._lock:
                 before = self._generation
@@ -248,7 +248,7 @@ class WriteBehind:
             return look()
 
     def lookup(self, id: int) -> tuple[bool, Entry | None]:
-        """Whether the queue knows what became of an id, and its live entry; where it does not, the file does."""
+        """(known, entry): whether the queue decides about an id, and the live entry or None. If not known, ask the file."""
         with self._lock:
             queued = self._by_id.get(id)
             if id in self._hidden:
@@ -258,7 +258,7 @@ class WriteBehind:
             return True, None if _expired(queued.entry, self._core.now()) else queued.view()
 
     def get(self, id: int) -> tuple[bool, SavedState | None]:
-        """`lookup` with the states; counts a hit or a miss."""
+        """`lookup` of an entry with its states; counts a hit or a miss."""
         with self._lock:
             known, entry = self.lookup(id)
             if not known:
@@ -310,7 +310,7 @@ class WriteBehind:
         return stored
 
     def _shadows(self, id: int) -> bool:
-        """Whether the queue has something newer than the file's entry of this id."""
+        """Whether a queued put replaces or hides the file's entry of this id."""
         return id in self._hidden or id in self._by_id
 
     # -- writing
@@ -341,13 +341,13 @@ class WriteBehind:
         return None
 
     def _done(self, number: int, put: QueuedPut, failure: BaseException | None) -> None:
-        """Takes a put out of the queue: the file has it now, or never will."""
+        """Removes a put from the queue: it is in the file now, or it failed."""
         id, key = put.entry.id, put.request.key
         with self._changed:
             if failure is None:
                 for used in put.uses:
                     self._core.counters.use(id, used)
-                # Put again, it is there after all.
+                # An id that failed before and was put again is no longer lost.
                 self._failures = [(lost, why) for lost, why in self._failures if lost != id]
             else:
                 self._failures.append((id, failure))
@@ -374,17 +374,17 @@ class WriteBehind:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Everything is written, and nothing is put meanwhile."""
+        """A context in which the queue is empty and no put is queued."""
         with self.order:
             self.drain()
             yield
 
     def is_writer(self) -> bool:
-        """Whether the writing thread asks."""
+        """Whether the caller is the writing thread."""
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Takes no more puts, waits until those it has are written, and joins the thread."""
+        """Refuses new puts, writes the queued ones, and joins the thread."""
         with self._changed:
             self._closed = True
             thread = self._thread
@@ -412,14 +412,14 @@ def _expired(entry: Entry, now: int) -> bool:
 
 
 def _contains(request: PutRequest, n: int, old: Entry, has_draft: bool) -> bool:
-    """Whether a put serves all that an entry of its first n tokens does, so that the entry leaves the list."""
+    """Whether a put can serve every request that an entry of its first n tokens can: that entry then leaves the list."""
     if old.entry_class != "normal" or not request.cuts.serves(n):
         return False
     return old.n_images == request.n_images == 0 and (request.draft is not None or not has_draft)
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Lets go of the arrays that the calls of an error's tracebacks held; where they were stays known."""
+    """Clears the frames of an error's tracebacks, which keep arrays alive; the line numbers stay."""
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:

@@ -37,16 +37,19 @@ def seconds(text: str, *, bare: float | None = None) -> float:
     return number * (_SECONDS[unit] if unit else bare or 0)
 
 
-def mib(text: str) -> float:
-    """A size in MiB. A number without a unit is MiB; K, M, G, T and KiB ... are powers of 1024, KB ... powers of 1000.
+def mib(text: str, *, bare: bool = True) -> float:
+    """A size in MiB. K, M, G, T and KiB ... are powers of 1024, KB ... powers of 1000.
 
-    Raises InvalidInputError.
+    bare: a number without a unit is MiB; False: such a number is refused. Raises InvalidInputError.
     """
     found = _parsed(text)
     match = re.fullmatch(r"(?:([kmgt])(ib|b)?|b)?", found[1]) if found else None
     if found is None or match is None:
-        raise InvalidInputError(f"{text!r} is not a size", hint=f"give {SIZES}; a number without a unit is MiB")
+        raise InvalidInputError(f"{text!r} is not a size", hint=f"give {SIZES}" + "; a number without a unit is MiB" * bare)
     number, unit = found
+    if not unit and not bare:
+        hint = f"give {text.strip()}M, {text.strip()}G, ... (units: B, K, M, G, T)"
+        raise InvalidInputError(f"{text!r} has no unit", hint=hint)
     if number < 0 and unit:
         raise InvalidInputError(f"{text!r} is negative", hint=f"give {SIZES}, or -1 for no limit")
     if not unit:

@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ...errors import KVStoreError
 from ...store import Store
 from .backend import Backend, CacheOff, Identity, Status
 from .metrics import Metrics
-from .prompt import Tokenizer
+from .options import ProxyOptions
 from .rates import Rates
 from .slots import Listing, Slot, SlotTable
 from .upstream import UpstreamError
@@ -33,28 +32,26 @@ RETRY_SECONDS = 15.0  # until a server whose slots cannot be saved is probed aga
 MAX_FUTILE = 3
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The options of the cache. `store_options` go to Store."""
-
-    store: str
-    store_options: dict[str, Any]
-    min_tokens: int = 16
-    idle_seconds: float = 0.15
-
-
 class BackendLink:
-    """One server and the store of its states.
+    """One server and the store of its states. What it learns of the slots it tells `slots`.
 
     `store` is None until the server was probed, and while the cache is off; `off` says why.
     """
 
-    def __init__(self, backend: Backend, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        slots: SlotTable,
+        options: ProxyOptions,
+        metrics: Metrics,
+        *,
+        on_new_model: Callable[[], None] = lambda: None,
+    ) -> None:
         self.backend = backend
-        self.settings = settings
+        self.slots = slots
+        self.options = options
         self.metrics = metrics
-        self.slots = SlotTable(Rates(), settings.min_tokens)
-        self.tokenizer = Tokenizer(backend)
+        self._on_new_model = on_new_model
         self.identity: Identity | None = None
         self.store: Store | None = None
         self.off = "the server was not reached yet"
@@ -130,7 +127,7 @@ class BackendLink:
                     return self.store is not None and not self.slots.quiet
                 log.info("llama-server does not answer: %s", error.message)
             self._unverified = True
-        await self._link()
+        await self._wait_for_link()
         return self.store is not None and not self._unverified
 
     async def _status(self) -> Status:
@@ -218,14 +215,14 @@ class BackendLink:
 
     def _start_link(self) -> asyncio.Task[None]:
         if self._linking is None or self._linking.done():
-            self._linking = asyncio.create_task(self._look())
+            self._linking = asyncio.create_task(self._probe())
         return self._linking
 
-    async def _link(self) -> None:
+    async def _wait_for_link(self) -> None:
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._start_link()), LINK_SECONDS)
 
-    async def _look(self) -> None:
+    async def _probe(self) -> None:
         """Probes the server, and opens the store of its states. Never raises."""
         self._asleep = False
         try:
@@ -236,7 +233,8 @@ class BackendLink:
             rates: Rates | None = None
             if self.store is None or old is None or old.fingerprint != identity.fingerprint:
                 await self._open(identity.fingerprint)
-                self.tokenizer, rates = Tokenizer(self.backend), Rates()
+                self._on_new_model()
+                rates = Rates()
             self.identity = identity
             await self.slots.linked(identity.n_slots, strangers=not identity.fresh, rates=rates)
             self.rejected_entries.clear()
@@ -266,10 +264,10 @@ class BackendLink:
 
     async def _open(self, fingerprint: str) -> None:
         old, self.store = self.store, None
-        options = {"auto_learn": True, **self.settings.store_options, "fingerprint": fingerprint}
+        options = {"auto_learn": True, **self.options.store_options, "fingerprint": fingerprint}
         if old is not None:
             await self.run_put(old.close)  # after the puts under way
-        self.store = await self.run_put(lambda: Store(self.settings.store, **options))
+        self.store = await self.run_put(lambda: Store(self.options.store, **options))
 
     def look_again(self) -> None:
         """A client of the stats page wants to know the state of the server."""
@@ -282,12 +280,12 @@ class BackendLink:
             try:
                 asked, self._asked = self._asked, False
                 if asked or not (self._refused or self._asleep or not self._unverified):
-                    await self._glance()
+                    await self._poll()
             except Exception:
                 log.warning("the check of the server failed", exc_info=True)
             await asyncio.sleep(POLL_SECONDS if self.store is not None else POLL_SECONDS / 4)
 
-    async def _glance(self) -> None:
+    async def _poll(self) -> None:
         """Checks the server without waking it."""
         if self._refused and time.monotonic() - self._failed_at < RETRY_SECONDS:
             return
@@ -307,7 +305,7 @@ class BackendLink:
             if self.store is None:
                 self.off = "the server sleeps; the next request wakes it"
         elif self._refused:
-            await self._link()
+            await self._wait_for_link()
         elif self._unverified or not same:
             await self.check()
 

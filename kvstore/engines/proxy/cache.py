@@ -11,12 +11,14 @@ from ... import layout, slotfile
 from ...errors import LayoutError
 from ...store import Store
 from ...types import Entry, Match, Tokens, hex_id
+from ...util.buffers import common_prefix_length
 from .backend import Timings
 from .backend_link import BackendLink
 from .metrics import Metrics, Recent
-from .prompt import Prompt, common, continues
+from .prompt import Prompt, continues
 from .saver import Saver
-from .slots import Choice, Slot
+from .slots import Choice, Slot, SlotTable
+from .tokenizer import Tokenizer
 from .upstream import UpstreamError
 
 log = logging.getLogger("kvstore.proxy")
@@ -62,7 +64,7 @@ class Lease:
         self.held = choice.held
         self.restored: Match | None = None
         self.recent = recent
-        slots = cache.link.slots
+        slots = cache.slots
         self.meddled = choice.slot.meddled
         self._tainted = -1 if slots.tainting else slots.tainted
         self.body = prompt.for_slot(choice.slot.id, plain=True)
@@ -71,36 +73,40 @@ class Lease:
     @property
     def overlapped(self) -> bool:
         """Whether a request that taints was under way at the same time: it may have had the slot just before."""
-        slots = self._cache.link.slots
+        slots = self._cache.slots
         return bool(slots.tainting) or slots.tainted != self._tainted
 
     async def finish(self, status: int | None, tail: bytes) -> None:
         """After the answer: its status (None where it was cut off) and the end of its body."""
-        link = self._cache.link
+        link, slots = self._cache.link, self._cache.slots
         try:
             timings = link.backend.parse_timings(tail) if status == 200 else None
             if self.meddled != self.slot.meddled:
-                link.slots.invalidated(self.slot)
+                slots.invalidated(self.slot)
             elif timings is not None:
                 self._cache.record_result(self, timings)
                 link.mark_verified()
             elif status in (None, 200):
                 self._cache.record_cut_off(self)
             else:
-                link.slots.invalidated(self.slot)
+                slots.invalidated(self.slot)
         except Exception:
             log.warning("the contents of a slot after a request are unknown", exc_info=True)
             self._cache.metrics.count("failures")
-            link.slots.invalidated(self.slot)
+            slots.invalidated(self.slot)
         finally:
             link.note(self.slot)
-            await link.slots.released(self.slot)
+            await slots.released(self.slot)
             self._cache.saver.wake()
 
 
 class Cache:
-    def __init__(self, link: BackendLink, saver: Saver, metrics: Metrics) -> None:
+    def __init__(
+        self, link: BackendLink, slots: SlotTable, tokenizer: Tokenizer, saver: Saver, metrics: Metrics
+    ) -> None:
         self.link = link
+        self.slots = slots
+        self.tokenizer = tokenizer
         self.saver = saver
         self.metrics = metrics
 
@@ -117,7 +123,7 @@ class Cache:
                 return None
             hot, match, busy_elsewhere = found
             looked = time.perf_counter() - started
-            slots = self.link.slots
+            slots = self.slots
             if hot is not None and slots.lease_now(hot):
                 choice = Choice(hot, hot.n_total, None, 0)
             else:
@@ -144,7 +150,7 @@ class Cache:
             return lease
         except BaseException as error:
             if choice is not None:
-                await self.link.slots.released(choice.slot)
+                await self.slots.released(choice.slot)
             if not isinstance(error, Exception):
                 raise
             if isinstance(error, UpstreamError) and error.status is not None:
@@ -163,7 +169,7 @@ class Cache:
                 return hot, None, frozenset()
         fill = prompt.text is None and prompt.tokens is None
         if fill:
-            template, check = link.tokenizer.template(prompt), link.check()
+            template, check = self.tokenizer.template(prompt), link.check()
             text, linked = await asyncio.gather(template, check, return_exceptions=True)
             if isinstance(text, BaseException):
                 raise text
@@ -175,18 +181,18 @@ class Cache:
         store = link.store
         if not linked or store is None:
             return None
-        if prompt.id_slot is not None and prompt.id_slot >= len(link.slots.all):
+        if prompt.id_slot is not None and prompt.id_slot >= len(self.slots.all):
             return None
         if prompt.tokens is None:
-            await link.tokenizer.fill(prompt)
+            await self.tokenizer.fill(prompt)
         match = await self._match(prompt)
-        unsure = link.slots.unleased_requests or any(slot.cut for slot in link.slots.all)
+        unsure = self.slots.unleased_requests or any(slot.cut for slot in self.slots.all)
         return None, match, await link.busy_elsewhere() if unsure else frozenset()
 
     def _hot(self, prompt: Prompt) -> Slot | None:
         """The free slot whose chat this one continues with few tokens."""
         shape = None
-        for slot in self.link.slots.all:
+        for slot in self.slots.all:
             if slot.busy or slot.chat is None or prompt.id_slot not in (None, slot.id):
                 continue
             added = continues(slot.chat[1], prompt.data["messages"])
@@ -194,7 +200,7 @@ class Cache:
                 continue
             shape = prompt.shape() if shape is None else shape
             if shape == slot.chat[0]:
-                seconds = self.link.slots.rates.prefill_seconds(added / CHARS_PER_TOKEN)
+                seconds = self.slots.rates.prefill_seconds(added / CHARS_PER_TOKEN)
                 return slot if seconds < HOT_SECONDS else None
         return None
 
@@ -214,7 +220,7 @@ class Cache:
             return True
         if file is None:
             return False
-        link.slots.restoring(slot)
+        self.slots.restoring(slot)
         try:
             n = await link.backend.restore_slot(slot.id, file, RESTORE_SECONDS)
         except UpstreamError as error:
@@ -230,11 +236,11 @@ class Cache:
             log.warning("entry %s was not restored", hex_id(match.entry.id), exc_info=True)
             return True
         seconds = time.perf_counter() - started
-        link.slots.restored(slot, file.tokens, n, match.entry.id or None)
+        self.slots.restored(slot, file.tokens, n, match.entry.id or None)
         lease.restored = match
         lease.recent.restore_ms = seconds * 1e3
         lease.recent.entry = match.entry.hex_id if match.entry.id else None
-        link.slots.rates.restored(file.state.nbytes, seconds)
+        self.slots.rates.restored(file.state.nbytes, seconds)
         self.metrics.count("restores")
         self.metrics.seconds["restore_seconds"] += seconds
         return True
@@ -243,7 +249,7 @@ class Cache:
         """Empties a slot: the server would continue from its unknown contents, perhaps computed with an adapter."""
         try:
             await self.link.backend.erase_slot(slot.id)
-            self.link.slots.erased(slot)
+            self.slots.erased(slot)
         except UpstreamError as error:
             if error.status is None:
                 self.link.mark_unverified()
@@ -255,7 +261,7 @@ class Cache:
         store, identity = link.store, link.identity
         if store is None or identity is None or tokens is None:
             return None
-        if not link.reuses or tokens.size < link.settings.min_tokens:
+        if not link.reuses or tokens.size < link.options.min_tokens:
             return None
         waiting = self._unwritten(tokens)  # looked at first: its put may end meanwhile
         match = await asyncio.wait_for(link.run(store.match, tokens), LOOKUP_SECONDS)
@@ -271,7 +277,7 @@ class Cache:
         assert identity is not None
         best: UnwrittenMatch | None = None
         for each in self.saver.unwritten:
-            n = common(each.file.tokens, tokens)
+            n = common_prefix_length(each.file.tokens, tokens)
             fits = n == each.file.tokens.shape[0] or (n > 0 and identity.crops)
             if each.store is link.store and fits and (best is None or n > best.n_common):
                 best = UnwrittenMatch.of(each.file, n)
@@ -296,7 +302,7 @@ class Cache:
         prompt, identity = lease.prompt, self.link.identity
         # A context shift that keeps the start of the prompt would not show in the tokens.
         shifts = identity is None or identity.keeps or bool({"n_keep", "n_discard"} & prompt.data.keys())
-        self.link.slots.aborted(lease.slot, prompt, keeps=not lease.overlapped and not shifts)
+        self.slots.aborted(lease.slot, prompt, keeps=not lease.overlapped and not shifts)
 
     def _record_futile(self, match: Match, cached: int) -> None:
         link, entry = self.link, match.entry
@@ -309,7 +315,7 @@ class Cache:
 
     def record_result(self, lease: Lease, timings: Timings) -> None:
         """The request was answered: updates metrics, rates and the slot."""
-        link, slots = self.link, self.link.slots
+        link, slots = self.link, self.slots
         n_prompt = timings.cached + timings.computed
         recent = lease.recent
         recent.prompt_tokens, recent.cached_tokens = n_prompt, timings.cached

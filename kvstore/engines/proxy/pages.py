@@ -20,6 +20,7 @@ from ...types import Entry, Stats
 from ...util.printable import printable
 from .backend_link import BackendLink
 from .metrics import Metrics
+from .slots import SlotTable
 from .upstream import UpstreamError
 
 PAGE = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
@@ -62,20 +63,21 @@ _Shown: TypeAlias = tuple[Stats | None, list[dict[str, Any]]]
 class Pages:
     """The handlers of the proxy's own paths."""
 
-    def __init__(self, link: BackendLink, metrics: Metrics, *, private: bool) -> None:
+    def __init__(self, link: BackendLink, slots: SlotTable, metrics: Metrics, *, private: bool) -> None:
         self.link = link
+        self.slots = slots
         self.metrics = metrics
         self.private = private
-        self._look: asyncio.Task[_Shown] | None = None
+        self._reading: asyncio.Task[_Shown] | None = None
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(PAGE, headers=_HEADERS)
 
     async def _stats(self) -> _Shown:
         """Figures of the store: None where it is not open, or busy for long. Requests at the same time share one reading."""
-        if self._look is None or self._look.done():
-            self._look = asyncio.create_task(self._read())
-        return await asyncio.shield(self._look)
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read())
+        return await asyncio.shield(self._reading)
 
     async def _read(self) -> _Shown:
         store = self.link.store
@@ -95,7 +97,7 @@ class Pages:
         self.link.look_again()
         store, prefixes = await self._stats()
         identity = self.link.identity
-        rates = self.link.slots.rates
+        rates = self.slots.rates
         body = {
             "upstream": self.link.backend.url,
             "caching": not self.link.off,
@@ -107,7 +109,7 @@ class Pages:
             **self.metrics.as_dict(private=self.private),
             "slots": [
                 {"id": s.id, "busy": s.busy, "tokens": s.n_total, "stored_tokens": s.stored, "saving": s.putting > 0}
-                for s in self.link.slots.all
+                for s in self.slots.all
             ],
             "rates": {
                 "prefill_tokens_per_second": None if rates.prefill is None else round(1 / rates.prefill, 1),

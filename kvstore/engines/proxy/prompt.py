@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,8 +10,6 @@ from typing import Any, Literal
 import numpy as np
 
 from ...types import Tokens
-from ...util.buffers import common_prefix_length
-from .backend import Backend
 
 CHAT_PATHS = ("/v1/chat/completions", "/chat/completions")
 COMPLETION_PATHS = ("/completion", "/completions", "/v1/completions")
@@ -27,13 +24,8 @@ _SAMPLING = frozenset(
         "logprobs", "top_logprobs", "n_probs", "logit_bias", "n",
     }
 )  # fmt: skip
-# SmolLM2's tokenizer takes 5.6 us per token: below this length, tokenizing a whole prompt takes less than 3 ms.
-SPLICE_CHARS = 2048
-# An answer that starts with a line break may merge with the one before it: one wrong join is not the rule.
-MAX_BAD_SPLICES = 3
 # Bodies that nest deeper are not cached: comparing and writing them would raise a RecursionError.
 MAX_DEPTH = 100
-CACHED_TEXTS, CACHED_CHARS = 64, 8 << 20
 
 
 @dataclass(eq=False)
@@ -158,121 +150,9 @@ def parse(path: str, body: bytes) -> Prompt | None:
     return None
 
 
-def common(a: Tokens, b: Tokens) -> int:
-    """The number of equal leading tokens."""
-    return common_prefix_length(a, b)
-
-
 def continues(earlier: list[Any], messages: list[Any]) -> int | None:
     """The characters that a chat adds to an earlier chat and its answer; None where it does not continue that chat."""
     n = len(earlier)
     if len(messages) <= n or messages[:n] != earlier or messages[n].get("role") != "assistant":
         return None
     return sum(len(json.dumps(m)) for m in messages[n + 1 :])
-
-
-class Tokenizer:
-    """The tokens of prompts, as the server computes them.
-
-    Of a text that begins with a known text, only the rest is tokenized. Where the server tokenizes the whole differently,
-    the tokens are right up to the join; `reconcile` ends the practice where that happens often.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._texts: OrderedDict[str, Tokens] = OrderedDict()
-        self._chars = 0
-        self.bad_splices = 0
-        self.add_special = True
-        self.mismatches = 0
-
-    async def template(self, prompt: Prompt) -> str:
-        return await self._backend.apply_template(prompt.body)
-
-    async def tokenize(self, text: str, *, add_special: bool) -> Tokens:
-        return await self._backend.tokenize(text, add_special=add_special)
-
-    async def fill(self, prompt: Prompt) -> Tokens:
-        """The tokens of a prompt whose text is known."""
-        assert prompt.text is not None
-        start = self._longest(prompt.text)
-        if start is None:
-            prompt.tokens = await self.tokenize(prompt.text, add_special=self.add_special)
-        else:
-            rest = prompt.text[len(start) :]
-            prompt.spliced = bool(rest)
-            tail = await self.tokenize(rest, add_special=False) if rest else np.empty(0, np.int32)
-            prompt.tokens = np.concatenate([self._texts[start], tail])
-        self.remember(prompt.text, prompt.tokens)
-        return prompt.tokens
-
-    def remember(self, text: str, tokens: Tokens) -> None:
-        if text in self._texts:
-            return
-        self._texts[text] = tokens
-        self._chars += len(text)
-        while len(self._texts) > CACHED_TEXTS or self._chars > CACHED_CHARS:
-            self._chars -= len(self._texts.popitem(last=False)[0])
-
-    def _longest(self, text: str) -> str | None:
-        found: str | None = text
-        if text not in self._texts:
-            splices = self.bad_splices < MAX_BAD_SPLICES
-            known = (t for t in self._texts if splices and len(t) >= SPLICE_CHARS and text.startswith(t))
-            found = max(known, key=len, default=None)
-        if found is not None:
-            self._texts.move_to_end(found)
-        return found
-
-    def reconcile(self, prompt: Prompt, tokens: Tokens, n_prompt: int) -> bool:
-        """Compares our tokens of a prompt with those in its slot after the request, of which n_prompt were the prompt;
-        whether ours were right."""
-        if prompt.tokens is None:
-            if prompt.text is not None:
-                self.remember(prompt.text, tokens[:n_prompt])
-            return True
-        if prompt.tokens.shape[0] == n_prompt and common(prompt.tokens, tokens) >= min(n_prompt, tokens.shape[0]):
-            return True
-        self.mismatches += 1
-        if prompt.spliced:
-            self.bad_splices += 1
-        elif prompt.text is not None and (common(prompt.tokens[1:], tokens) > 1 or common(prompt.tokens, tokens[1:]) > 1):
-            # Either the tokenizer or the server adds a start token, but not both.
-            self.add_special = not self.add_special
-        self._texts.clear()
-        self._chars = 0
-        return False
-
-
-async def starts(tokenizer: Tokenizer, backend: Backend, prompt: Prompt, tokens: Tokens) -> tuple[int, int]:
-    """The number of tokens of the system block, and the position of the first user turn; 0 where there is none.
-
-    The system block is the beginning that the prompt shares with the prompt of the system messages alone, or of these and
-    an empty question where the template requires one.
-    """
-    messages = prompt.messages
-    n = next((i for i, m in enumerate(messages) if m.get("role") not in ("system", "developer")), len(messages))
-    if not messages:
-        return 0, 0
-    shape = prompt.shape()
-    block: str | None = None
-    for probe in (messages[:n], [*messages[:n], {"role": "user", "content": ""}]):
-        if not probe:
-            continue
-        try:
-            block = await backend.apply_template({**shape, "messages": probe, "add_generation_prompt": False})
-        except Exception as error:
-            # Many templates refuse a chat without a user message.
-            if not hasattr(error, "status"):
-                raise
-            continue
-        break
-    if not block:
-        return 0, 0
-    block_tokens = await tokenizer.tokenize(block, add_special=tokenizer.add_special)
-    shared = common(block_tokens, tokens)
-    if not n:
-        return 0, shared
-    if shared == block_tokens.shape[0]:
-        tokenizer.remember(block, block_tokens)
-    return shared, shared

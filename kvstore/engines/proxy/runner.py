@@ -10,7 +10,6 @@ requests for which the cache fails, pass through as if there were no cache.
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -33,22 +32,13 @@ def _config(options: ProxyOptions) -> uvicorn.Config:
         import uvicorn
 
         from .app import create_app
-        from .backend_link import Settings
     except ImportError as error:
         raise InvalidInputError(f"the proxy needs {error.name}", hint=extra("proxy")) from error
     host, port = options.address()
     # Opened now, so that what is wrong with the file shows before the first server is there.
     Store(options.store, **options.store_options).close()
-    app = create_app(
-        options.upstream,
-        options.slot_dir,
-        Settings(os.fspath(options.store), options.store_options, options.min_tokens, options.idle_seconds),
-        api_key=options.api_key or None,
-        upstream_api_key=options.upstream_api_key or None,
-        listen_host=host,
-    )
     return uvicorn.Config(
-        app,
+        create_app(options, host),
         host=host,
         port=port,
         log_config=None,

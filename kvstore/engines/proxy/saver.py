@@ -11,11 +11,13 @@ from ... import slotfile
 from ...errors import KVStoreError, LayoutError
 from ...store import Store
 from ...types import Entry, hex_id
+from ...util.buffers import common_prefix_length
 from .. import probe
 from .backend_link import BackendLink
 from .metrics import Metrics
-from .prompt import Prompt, common, starts
-from .slots import Choice, Slot
+from .prompt import Prompt
+from .slots import Choice, Slot, SlotTable
+from .tokenizer import Tokenizer, block_lengths
 from .upstream import UpstreamError
 
 log = logging.getLogger("kvstore.proxy")
@@ -43,8 +45,10 @@ class Saver:
     lost takes longer than the save.
     """
 
-    def __init__(self, link: BackendLink, metrics: Metrics) -> None:
+    def __init__(self, link: BackendLink, slots: SlotTable, tokenizer: Tokenizer, metrics: Metrics) -> None:
         self.link = link
+        self.slots = slots
+        self.tokenizer = tokenizer
         self.metrics = metrics
         self._wake = asyncio.Event()
         self._stopping = False
@@ -61,25 +65,25 @@ class Saver:
         if slot.unfit:
             self._drop(slot, "it may hold more than the computation of its tokens")
             return False
-        if slot.unsaved < self.link.settings.min_tokens or not self.link.reuses:
+        if slot.unsaved < self.link.options.min_tokens or not self.link.reuses:
             self.metrics.count("saves_skipped")
-            self.link.slots.save_declined(slot)
+            self.slots.save_declined(slot)
             return False
         return True
 
     def _drop(self, slot: Slot, why: str) -> None:
         self.metrics.count("saves_unfit")
         log.info("slot %d is not saved: %s", slot.id, why)
-        self.link.slots.save_declined(slot)
+        self.slots.save_declined(slot)
 
     async def run(self) -> None:
         """Saves slots until `last` is called."""
         while not self._stopping:
             await self._wake.wait()
             self._wake.clear()
-            slots = self.link.slots
+            slots = self.slots
             while not self._stopping and any(slot.origin is not None for slot in slots.all if not slot.busy):
-                left = slots.last_active + self.link.settings.idle_seconds - time.monotonic()
+                left = slots.last_active + self.link.options.idle_seconds - time.monotonic()
                 if left > 0 or not slots.quiet:
                     await asyncio.sleep(max(left, 0.05))
                     continue
@@ -105,7 +109,7 @@ class Saver:
 
     async def before_overwrite(self, choice: Choice) -> None:
         """Saves the slot of a choice, if that pays. The caller has leased it for a request."""
-        rates = self.link.slots.rates
+        rates = self.slots.rates
         slot = choice.slot
         if len(self._puts) >= MAX_WAITING or not self._worth(slot):
             return
@@ -131,7 +135,7 @@ class Saver:
             log.warning("some slots were not saved at the end", exc_info=True)
 
     async def _last(self) -> None:
-        slots = self.link.slots
+        slots = self.slots
         if any(slot.origin is not None for slot in slots.all) and await self.link.awake():
             for slot in slots.all:
                 if self._worth(slot) and slots.lease_now(slot):
@@ -144,7 +148,7 @@ class Saver:
 
     async def _save(self, slot: Slot) -> None:
         """Saves a slot, and starts the put."""
-        link, slots = self.link, self.link.slots
+        link, slots = self.link, self.slots
         origin, n_prompt, store = slot.origin, slot.n_prompt, link.store
         if origin is None or store is None:
             slots.save_declined(slot)
@@ -172,14 +176,14 @@ class Saver:
             return
         if file.media:
             return
-        if file.tokens.shape[0] < link.settings.min_tokens:
+        if file.tokens.shape[0] < link.options.min_tokens:
             slots.saved(slot, file.tokens, putting=False)
             return
         if wrong := self._differs(slot, origin, n_prompt, file):
             slots.lost_to_others(slot)
             self._drop(slot, wrong)
             return
-        if n_prompt and not link.tokenizer.reconcile(origin, file.tokens, n_prompt):
+        if n_prompt and not self.tokenizer.reconcile(origin, file.tokens, n_prompt):
             self.metrics.count("token_mismatches")
             level = logging.INFO if origin.spliced else logging.WARNING
             log.log(level, "the server's tokens of a prompt differ from those it gave before: %d tokens", n_prompt)
@@ -204,10 +208,11 @@ class Saver:
             return f"it holds {n} tokens, the last request left {slot.n_total}"
         if origin.tokens is None:
             known = min(slot.tokens.shape[0], n)
-            return None if common(slot.tokens, file.tokens) >= known else "its tokens are not those of the request"
+            same = common_prefix_length(slot.tokens, file.tokens) >= known
+            return None if same else "its tokens are not those of the request"
         # The tokens that we found for a text may differ from those that the server computed.
         exact = origin.text is None or not n_prompt
-        if exact and common(origin.tokens, file.tokens) < min(origin.tokens.shape[0], n):
+        if exact and common_prefix_length(origin.tokens, file.tokens) < min(origin.tokens.shape[0], n):
             return "its tokens are not those of the prompt"
         return None
 
@@ -216,12 +221,12 @@ class Saver:
             await self._put_file(store, origin, file, slot)
         finally:
             self.unwritten = [each for each in self.unwritten if each.file is not file]
-            self.link.slots.put_ended(slot)
+            self.slots.put_ended(slot)
 
     async def _put_file(self, store: Store, origin: Prompt, file: slotfile.SlotFile, slot: Slot) -> None:
         link = self.link
         try:
-            n_system, user_start = await starts(link.tokenizer, link.backend, origin, file.tokens)
+            n_system, user_start = await block_lengths(self.tokenizer, link.backend, origin, file.tokens)
         except (UpstreamError, KeyError, TypeError, ValueError, RecursionError) as error:
             log.info("the system block of a prompt was not found: %s", error)
             n_system = user_start = 0
@@ -240,14 +245,14 @@ class Saver:
             await self._put_failed(origin, file, slot)
             return
         self.metrics.count("saves")
-        link.slots.stored(slot, file.tokens, entry.id)
+        self.slots.stored(slot, file.tokens, entry.id)
         log.debug("stored %s: %d tokens of slot %d", hex_id(entry.id), entry.n_tokens, slot.id)
 
     async def _put_failed(self, origin: Prompt, file: slotfile.SlotFile, slot: Slot) -> None:
         """Saves the slot again after a while, if it still holds the same tokens: most failures are temporary."""
-        self.link.slots.put_failed(slot, file.tokens)
+        self.slots.put_failed(slot, file.tokens)
         origin.puts_failed += 1
         if not self._stopping and origin.puts_failed < MAX_PUTS:
             await asyncio.sleep(ASK_AGAIN_SECONDS)
-            if self.link.slots.save_again(slot, file.tokens, origin):
+            if self.slots.save_again(slot, file.tokens, origin):
                 self.wake()

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from ...types import Entry, Match, Tokens
+from ...util.buffers import common_prefix_length
 from .backend import Identity, SlotReport, Timings
-from .prompt import Prompt, common
+from .prompt import Prompt
 from .rates import Rates
 from .upstream import UpstreamError
 
@@ -62,7 +63,7 @@ class Slot:
         return self.unfit and self.tokens.shape[0] == 0
 
     def holds(self, tokens: Tokens) -> int:
-        return common(self.tokens, tokens)
+        return common_prefix_length(self.tokens, tokens)
 
     @property
     def cut(self) -> bool:
@@ -339,7 +340,7 @@ class SlotTable:
         n_prompt = timings.cached + timings.computed
         known = slot.tokens[: min(slot.tokens.shape[0], timings.cached)]
         if prompt.tokens is not None and prompt.tokens.shape[0] == n_prompt:
-            kept = common(slot.tokens, prompt.tokens)
+            kept = common_prefix_length(slot.tokens, prompt.tokens)
             slot.tokens = prompt.tokens
         else:
             kept = known.shape[0]

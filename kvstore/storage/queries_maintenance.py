@@ -1,4 +1,4 @@
-"""The SQL of the upkeep: rows that refer to nothing, and families that nothing belongs to."""
+"""The SQL of the maintenance: rows that refer to a missing row, and families without entries."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def orphans(c: Connection) -> dict[str, int]:
 
 
 def delete_orphans(c: Connection) -> int:
-    """Deletes them, until there are none; gives the number of rows."""
+    """Deletes orphaned rows until there are none; gives the number of rows."""
     deleted = 0
     while orphans(c):
         for table, condition in _known(c):
@@ -55,7 +55,7 @@ def delete_orphans(c: Connection) -> int:
 
 
 def unswept(c: Connection) -> int:
-    """0 where no row can refer to nothing; else a number that grows with each change that may have left one."""
+    """0 if no row can be an orphan; else a number that grows with each change that may have left one."""
     sql = "SELECT CASE typeof(value) WHEN 'integer' THEN value ELSE 1 END FROM counters WHERE name = ?"
     return int(c.execute(sql, (UNSWEPT,)).get or 0)
 
@@ -65,7 +65,7 @@ def mark_unswept(c: Connection) -> None:
 
 
 def mark_swept(c: Connection, seen: int) -> None:
-    """Notes that all rows were looked at since the number was `seen`."""
+    """Notes that all rows were checked after the number was `seen`."""
     c.execute("DELETE FROM counters WHERE name = ? AND (value = ? OR typeof(value) <> 'integer')", (UNSWEPT, seen))
 
 
@@ -80,7 +80,7 @@ def families_page(c: Connection, after: int, limit: int) -> list[FamilyStats]:
     return [_family(r) for r in c.execute(f"SELECT {_FAMILY} FROM families f WHERE id > ? ORDER BY id LIMIT ?", (after, limit))]
 
 
-_FAMILY = "f.id, (SELECT count(*) FROM meta m WHERE m.family = f.id), f.saved, f.reused"
+_FAMILY = "f.id, (SELECT count(*) FROM meta m WHERE m.family = f.id AND m.base = 0), f.saved, f.reused"
 
 
 def _family(row: tuple[int, int, int, int]) -> FamilyStats:
@@ -97,10 +97,10 @@ def surplus_families(c: Connection) -> int:
 
 
 def prune_families(c: Connection, n: int) -> int:
-    """Deletes the n least used families without entries; how many went."""
+    """Deletes the n least used families without entries; gives the number deleted."""
     c.execute(
         """DELETE FROM families WHERE id IN (SELECT id FROM families f
- WHERE NOT EXISTS (SELECT 1 FROM meta m WHERE m.family = f.id) ORDER BY reused, saved LIMIT ?)""",
+ WHERE NOT EXISTS (SELECT 1 FROM meta m WHERE m.family = f.id AND m.base = 0) ORDER BY reused, saved LIMIT ?)""",
         (n,),
     )
     return c.changes()

@@ -1,0 +1,301 @@
+-- The step from schema version 2 to 3, in place: new columns, indexes that leave bases out, triggers for chains of any depth.
+-- No row of blobs or chunks is written.
+
+DROP VIEW IF EXISTS ages;
+DROP VIEW IF EXISTS ls;
+DROP VIEW IF EXISTS tree;
+DROP VIEW IF EXISTS biggest;
+DROP VIEW IF EXISTS unused;
+DROP VIEW IF EXISTS family_list;
+DROP VIEW IF EXISTS parts;
+DROP VIEW IF EXISTS savings;
+DROP TRIGGER IF EXISTS meta_inserted;
+DROP TRIGGER IF EXISTS meta_deleted;
+DROP TRIGGER IF EXISTS meta_updated;
+DROP TRIGGER IF EXISTS prefixes_of_entry;
+DROP TRIGGER IF EXISTS prefixes_of_cut;
+DROP TRIGGER IF EXISTS prefixes_cut_deleted;
+DROP TRIGGER IF EXISTS prefixes_cut_updated;
+DROP TRIGGER IF EXISTS prefixes_entry_updated;
+DROP TRIGGER IF EXISTS entry_based;
+DROP TRIGGER IF EXISTS prefixes_expiry;
+DROP TRIGGER IF EXISTS expiry_put_off;
+DROP TRIGGER IF EXISTS entries_deleted;
+DROP TRIGGER IF EXISTS entry_gone;
+DROP TRIGGER IF EXISTS bases_gone;
+DROP TRIGGER IF EXISTS unswept_blob_deleted;
+DROP TRIGGER IF EXISTS unswept_chunk_deleted;
+DROP TRIGGER IF EXISTS unswept_meta_deleted;
+DROP TRIGGER IF EXISTS unswept_fingerprint_deleted;
+DROP TRIGGER IF EXISTS unswept_chunk_written;
+DROP TRIGGER IF EXISTS unswept_meta_written;
+DROP TRIGGER IF EXISTS unswept_blob_written;
+DROP TRIGGER IF EXISTS unswept_cut_written;
+DROP TRIGGER IF EXISTS unswept_chunk_moved;
+DROP TRIGGER IF EXISTS unswept_blob_moved;
+DROP TRIGGER IF EXISTS unswept_meta_moved;
+DROP TRIGGER IF EXISTS unswept_entry_moved;
+DROP TRIGGER IF EXISTS unswept_fingerprint_moved;
+DROP TRIGGER IF EXISTS unswept_cut_moved;
+DROP INDEX IF EXISTS entries_by_tokens;
+DROP INDEX IF EXISTS meta_by_family;
+DROP INDEX IF EXISTS meta_by_use;
+DROP INDEX IF EXISTS meta_by_expiry;
+DROP INDEX IF EXISTS entries_by_end;
+DROP INDEX IF EXISTS meta_by_last_used;
+DROP INDEX IF EXISTS meta_by_family_use;
+DROP INDEX IF EXISTS meta_by_class;
+
+ALTER TABLE entries ADD COLUMN base INTEGER NOT NULL DEFAULT 0 CHECK(base IN (0, 1));
+ALTER TABLE meta ADD COLUMN base INTEGER NOT NULL DEFAULT 0 CHECK(base IN (0, 1));
+ALTER TABLE blobs ADD COLUMN sample INTEGER;
+INSERT OR REPLACE INTO totals VALUES('base', 0, 0, 0);
+
+CREATE INDEX entries_by_tokens ON entries(fingerprint, base, cut_any, tokens);
+CREATE INDEX meta_by_family ON meta(family) WHERE base = 0;
+CREATE INDEX meta_by_use ON meta(class, use_order) WHERE base = 0;
+CREATE INDEX meta_by_expiry ON meta(expires_at) WHERE expires_at IS NOT NULL AND base = 0;
+CREATE TABLE IF NOT EXISTS prefixes(
+  id          INTEGER PRIMARY KEY AUTOINCREMENT,
+  entry       INTEGER NOT NULL REFERENCES entries(id) ON DELETE CASCADE,
+  fingerprint INTEGER NOT NULL,
+  n_tokens    INTEGER NOT NULL CHECK(n_tokens > 0),
+  cut         INTEGER NOT NULL CHECK(cut IN (0, 1)),   -- 1: short of the whole, a row of cuts
+  hash        INTEGER                                  -- 64 bits, of the first n_tokens; equal hashes are compared
+) STRICT;
+CREATE INDEX IF NOT EXISTS prefixes_by_fingerprint ON prefixes(fingerprint);
+CREATE INDEX IF NOT EXISTS prefixes_by_entry ON prefixes(entry);
+CREATE INDEX IF NOT EXISTS prefixes_unhashed ON prefixes(id) WHERE hash IS NULL;
+CREATE INDEX IF NOT EXISTS entries_by_end ON entries(fingerprint, n_tokens, substr(tokens, -64)) WHERE cut_any = 1 OR base = 1;
+CREATE INDEX IF NOT EXISTS meta_by_last_used ON meta(last_used) WHERE base = 0;
+CREATE INDEX IF NOT EXISTS meta_by_family_use ON meta(family, use_order) WHERE base = 0;
+CREATE INDEX IF NOT EXISTS meta_by_class ON meta(class) WHERE class <> 'normal' AND base = 0;
+
+-- Files of early programs of version 2 lack rows of prefixes. Their hashes are computed when the store is open.
+INSERT INTO prefixes(entry, fingerprint, n_tokens, cut)
+  SELECT id, fingerprint, n_tokens, 0 FROM entries e WHERE cut_any = 0 AND NOT EXISTS (
+    SELECT 1 FROM prefixes p WHERE p.entry = e.id AND p.n_tokens = e.n_tokens AND p.cut = 0);
+INSERT INTO prefixes(entry, fingerprint, n_tokens, cut)
+  SELECT k.entry, k.fingerprint, k.n_tokens, 1 FROM cuts k JOIN entries e ON e.id = k.entry
+  WHERE e.cut_any = 0 AND NOT EXISTS (
+    SELECT 1 FROM prefixes p WHERE p.entry = k.entry AND p.n_tokens = k.n_tokens AND p.cut = 1);
+DELETE FROM counters WHERE name = 'unlisted';
+-- Nobody knows what was done while triggers were not there: the next sweep looks at every row.
+INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
+
+CREATE TRIGGER meta_inserted AFTER INSERT ON meta BEGIN
+  UPDATE totals SET entries = entries + 1, size = size + new.size, stored = stored + new.stored
+    WHERE class = iif(new.base, 'base', new.class);
+END;
+CREATE TRIGGER meta_deleted AFTER DELETE ON meta BEGIN
+  UPDATE totals SET entries = entries - 1, size = size - old.size, stored = stored - old.stored
+    WHERE class = iif(old.base, 'base', old.class);
+END;
+CREATE TRIGGER meta_updated AFTER UPDATE OF class, size, stored, base ON meta BEGIN
+  UPDATE totals SET entries = entries - 1, size = size - old.size, stored = stored - old.stored
+    WHERE class = iif(old.base, 'base', old.class);
+  UPDATE totals SET entries = entries + 1, size = size + new.size, stored = stored + new.stored
+    WHERE class = iif(new.base, 'base', new.class);
+END;
+CREATE TRIGGER prefixes_of_entry AFTER INSERT ON entries WHEN new.cut_any = 0 AND new.base = 0 BEGIN
+  INSERT INTO prefixes(entry, fingerprint, n_tokens, cut) VALUES(new.id, new.fingerprint, new.n_tokens, 0);
+END;
+CREATE TRIGGER prefixes_of_cut AFTER INSERT ON cuts BEGIN
+  INSERT INTO prefixes(entry, fingerprint, n_tokens, cut) VALUES(new.entry, new.fingerprint, new.n_tokens, 1);
+END;
+CREATE TRIGGER prefixes_cut_deleted AFTER DELETE ON cuts BEGIN
+  DELETE FROM prefixes WHERE entry = old.entry AND cut = 1 AND n_tokens = old.n_tokens;
+END;
+CREATE TRIGGER prefixes_cut_updated AFTER UPDATE ON cuts BEGIN
+  DELETE FROM prefixes WHERE entry = old.entry AND cut = 1 AND n_tokens = old.n_tokens;
+  INSERT INTO prefixes(entry, fingerprint, n_tokens, cut) VALUES(new.entry, new.fingerprint, new.n_tokens, 1);
+END;
+CREATE TRIGGER prefixes_entry_updated AFTER UPDATE OF cut_any, fingerprint, n_tokens, tokens ON entries BEGIN
+  INSERT INTO counters VALUES('put_off', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
+  DELETE FROM prefixes WHERE entry = old.id;
+  INSERT INTO prefixes(entry, fingerprint, n_tokens, cut)
+    SELECT new.id, new.fingerprint, new.n_tokens, 0 WHERE new.cut_any = 0 AND new.base = 0
+    UNION ALL SELECT entry, fingerprint, n_tokens, 1 FROM cuts WHERE entry = new.id AND new.cut_any = 0 AND new.base = 0;
+END;
+CREATE TRIGGER entry_based AFTER UPDATE OF base ON entries WHEN new.base <> old.base BEGIN
+  UPDATE meta SET base = new.base WHERE entry = new.id;
+  DELETE FROM cuts WHERE entry = new.id AND new.base = 1;
+  DELETE FROM prefixes WHERE entry = new.id;
+  INSERT INTO prefixes(entry, fingerprint, n_tokens, cut)
+    SELECT new.id, new.fingerprint, new.n_tokens, 0 WHERE new.cut_any = 0 AND new.base = 0
+    UNION ALL SELECT entry, fingerprint, n_tokens, 1 FROM cuts WHERE entry = new.id AND new.cut_any = 0 AND new.base = 0;
+  INSERT INTO counters SELECT 'put_off', 1 WHERE new.base = 0 ON CONFLICT(name) DO UPDATE SET value = value + 1;
+END;
+CREATE TRIGGER prefixes_expiry AFTER UPDATE OF expires_at ON meta WHEN old.expires_at IS NOT new.expires_at BEGIN
+  INSERT INTO prefixes(entry, fingerprint, n_tokens, cut, hash)
+    SELECT entry, fingerprint, n_tokens, cut, hash FROM prefixes WHERE entry = new.entry;
+  DELETE FROM prefixes WHERE entry = new.entry
+    AND id NOT IN (SELECT max(id) FROM prefixes WHERE entry = new.entry GROUP BY n_tokens);
+END;
+CREATE TRIGGER expiry_put_off AFTER UPDATE OF expires_at ON meta
+WHEN old.expires_at IS NOT NULL AND (new.expires_at IS NULL OR new.expires_at > old.expires_at) BEGIN
+  INSERT INTO counters VALUES('put_off', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
+END;
+CREATE TRIGGER entries_deleted BEFORE DELETE ON entries BEGIN
+  DELETE FROM entries WHERE id IN (WITH RECURSIVE down(id) AS (
+    SELECT entry FROM meta WHERE parent = old.id UNION SELECT m.entry FROM down d JOIN meta m ON m.parent = d.id)
+    SELECT id FROM down);
+END;
+CREATE TRIGGER entry_gone AFTER DELETE ON entries BEGIN
+  DELETE FROM chunks WHERE blob IN (SELECT id FROM blobs WHERE entry = old.id);
+  DELETE FROM blobs WHERE entry = old.id;
+  DELETE FROM cuts WHERE entry = old.id;
+  DELETE FROM prefixes WHERE entry = old.id;
+  DELETE FROM meta WHERE entry = old.id;
+END;
+CREATE TRIGGER bases_gone AFTER DELETE ON meta
+WHEN EXISTS (SELECT 1 FROM meta WHERE entry = old.parent AND base = 1) BEGIN
+  DELETE FROM entries WHERE id IN (WITH RECURSIVE up(id) AS (
+    SELECT entry FROM meta m WHERE entry = old.parent AND base = 1
+      AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> old.entry)
+    UNION SELECT m.entry FROM up u JOIN meta x ON x.entry = u.id JOIN meta m ON m.entry = x.parent WHERE m.base = 1
+      AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> u.id)) SELECT id FROM up);
+  DELETE FROM chunks WHERE blob IN (SELECT id FROM blobs WHERE entry IN (WITH RECURSIVE up(id) AS (
+    SELECT entry FROM meta m WHERE entry = old.parent AND base = 1
+      AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> old.entry)
+    UNION SELECT m.entry FROM up u JOIN meta x ON x.entry = u.id JOIN meta m ON m.entry = x.parent WHERE m.base = 1
+      AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> u.id)) SELECT id FROM up));
+  DELETE FROM blobs WHERE entry IN (WITH RECURSIVE up(id) AS (
+    SELECT entry FROM meta m WHERE entry = old.parent AND base = 1
+      AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> old.entry)
+    UNION SELECT m.entry FROM up u JOIN meta x ON x.entry = u.id JOIN meta m ON m.entry = x.parent WHERE m.base = 1
+      AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> u.id)) SELECT id FROM up);
+  DELETE FROM meta WHERE entry IN (WITH RECURSIVE up(id) AS (
+    SELECT entry FROM meta m WHERE entry = old.parent AND base = 1
+      AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> old.entry)
+    UNION SELECT m.entry FROM up u JOIN meta x ON x.entry = u.id JOIN meta m ON m.entry = x.parent WHERE m.base = 1
+      AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> u.id)) SELECT id FROM up);
+END;
+CREATE TRIGGER unswept_blob_deleted AFTER DELETE ON blobs
+WHEN EXISTS (SELECT 1 FROM chunks WHERE blob = old.id)
+  OR (old.part = 'main' AND EXISTS (SELECT 1 FROM entries WHERE id = old.entry)) BEGIN
+  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
+END;
+CREATE TRIGGER unswept_chunk_deleted AFTER DELETE ON chunks
+WHEN EXISTS (SELECT 1 FROM blobs WHERE id = old.blob AND entry IS NOT NULL
+  AND EXISTS (SELECT 1 FROM entries WHERE id = blobs.entry)) BEGIN
+  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
+END;
+CREATE TRIGGER unswept_meta_deleted AFTER DELETE ON meta WHEN EXISTS (SELECT 1 FROM entries WHERE id = old.entry)
+  AND (old.parent IS NULL OR EXISTS (SELECT 1 FROM entries WHERE id = old.parent)) BEGIN
+  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
+END;
+CREATE TRIGGER unswept_fingerprint_deleted AFTER DELETE ON fingerprints BEGIN
+  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
+END;
+CREATE TRIGGER unswept_chunk_written AFTER INSERT ON chunks WHEN NOT EXISTS (SELECT 1 FROM blobs WHERE id = new.blob) BEGIN
+  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
+END;
+CREATE TRIGGER unswept_meta_written AFTER INSERT ON meta WHEN NOT EXISTS (SELECT 1 FROM entries WHERE id = new.entry) BEGIN
+  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
+END;
+CREATE TRIGGER unswept_blob_written AFTER INSERT ON blobs
+WHEN new.entry IS NOT NULL AND NOT EXISTS (SELECT 1 FROM entries WHERE id = new.entry) BEGIN
+  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
+END;
+CREATE TRIGGER unswept_cut_written AFTER INSERT ON cuts WHEN NOT EXISTS (SELECT 1 FROM entries WHERE id = new.entry) BEGIN
+  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
+END;
+CREATE TRIGGER unswept_chunk_moved AFTER UPDATE OF blob, seq ON chunks BEGIN
+  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
+END;
+CREATE TRIGGER unswept_blob_moved AFTER UPDATE OF id, entry, part ON blobs
+WHEN new.id <> old.id OR new.part <> old.part OR (new.entry <> old.entry) OR (new.entry IS NULL AND new.writer <> '') BEGIN
+  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
+END;
+CREATE TRIGGER unswept_meta_moved AFTER UPDATE OF entry, parent ON meta
+WHEN new.entry <> old.entry OR (new.parent IS NOT NULL AND NOT EXISTS (SELECT 1 FROM entries WHERE id = new.parent)) BEGIN
+  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
+END;
+CREATE TRIGGER unswept_entry_moved AFTER UPDATE OF id, fingerprint ON entries BEGIN
+  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
+END;
+CREATE TRIGGER unswept_fingerprint_moved AFTER UPDATE OF id ON fingerprints BEGIN
+  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
+END;
+CREATE TRIGGER unswept_cut_moved AFTER UPDATE OF entry ON cuts WHEN NOT EXISTS (SELECT 1 FROM entries WHERE id = new.entry) BEGIN
+  INSERT INTO counters VALUES('unswept', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1;
+END;
+CREATE VIEW ages AS                   -- `used`: since the last use; `expires_in` is NULL where an entry never expires
+SELECT entry, CASE WHEN age < -60 THEN 'in the future' WHEN age < 120 THEN max(0, age) || ' s' WHEN age < 7200 THEN (age / 60) || ' min'
+            WHEN age < 172800 THEN (age / 3600) || ' h' ELSE (age / 86400) || ' days' END AS age,
+       CASE WHEN hits = 0 THEN 'never' ELSE CASE WHEN idle < -60 THEN 'in the future' WHEN idle < 120 THEN max(0, idle) || ' s'
+            WHEN idle < 7200 THEN (idle / 60) || ' min'
+            WHEN idle < 172800 THEN (idle / 3600) || ' h' ELSE (idle / 86400) || ' days' END END AS used,
+       CASE WHEN left_s <= 0 THEN 'expired' ELSE CASE WHEN left_s < 120 THEN left_s || ' s' WHEN left_s < 7200 THEN (left_s / 60) || ' min'
+            WHEN left_s < 172800 THEN (left_s / 3600) || ' h' ELSE (left_s / 86400) || ' days' END END
+            || CASE WHEN left_s > ttl + 60 THEN ' (the clock was ahead)' ELSE '' END AS expires_in
+FROM (SELECT entry, hits, ttl, unixepoch() - created_at AS age, unixepoch() - last_used AS idle,
+             expires_at - unixepoch() AS left_s FROM meta);
+CREATE VIEW ls AS
+SELECT printf('%016x', e.id) AS id, e.n_tokens AS tokens, round(m.size / 1048576.0, 2) AS mib,
+       round(m.stored / 1048576.0, 2) AS stored_mib, m.class, a.age, a.used, a.expires_in,
+       CASE WHEN m.hits < 0 THEN printf('%u', m.hits) ELSE m.hits END AS hits,
+       CASE WHEN m.parent IS NOT NULL THEN printf('%016x', m.parent) END AS parent, m.excerpt, m.source,
+       datetime(m.created_at, 'unixepoch', 'localtime') AS created,
+       datetime(m.last_used, 'unixepoch', 'localtime') AS last_used,
+       datetime(m.expires_at, 'unixepoch', 'localtime') AS expires,
+       printf('%016x', m.family) AS family, f.text AS fingerprint
+FROM entries e JOIN meta m ON m.entry = e.id JOIN ages a ON a.entry = e.id JOIN fingerprints f ON f.id = e.fingerprint
+WHERE m.base = 0
+ORDER BY m.last_used DESC, m.use_order DESC;
+CREATE VIEW tree AS                   -- families, in each the whole entries, below each those stored against it; and the bases
+WITH RECURSIVE below(id, family, depth, path) AS (
+  SELECT entry, family, 0, printf('%016x/%016x', family, entry) FROM meta
+  WHERE parent IS NULL OR parent NOT IN (SELECT entry FROM meta)
+  UNION ALL
+  SELECT m.entry, b.family, b.depth + 1, b.path || printf('/%010d%016x', e.n_tokens, m.entry)
+  FROM below b JOIN meta m ON m.parent = b.id JOIN entries e ON e.id = m.entry WHERE b.depth < 1000)
+SELECT printf('%016x', m.family) AS family, replace(hex(zeroblob(b.depth)), '00', '  ') || printf('%016x', e.id) AS entry,
+       e.n_tokens AS tokens, round(m.size / 1048576.0, 2) AS mib, round(m.stored / 1048576.0, 2) AS stored_mib,
+       iif(m.base, 'base', m.class) AS class, m.excerpt
+FROM below b JOIN entries e ON e.id = b.id JOIN meta m ON m.entry = b.id
+ORDER BY b.path;
+CREATE VIEW biggest AS
+WITH RECURSIVE down(top, id) AS (
+  SELECT entry, entry FROM meta WHERE base = 0
+  UNION SELECT d.top, m.entry FROM down d JOIN meta m ON m.parent = d.id),
+up(top, id) AS (
+  SELECT entry, entry FROM meta WHERE base = 0
+  UNION SELECT u.top, p.entry FROM up u JOIN meta m ON m.entry = u.id JOIN meta p ON p.entry = m.parent
+  WHERE p.base = 1 AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = p.entry AND k.entry <> u.id)),
+going(top, id) AS (SELECT top, id FROM down UNION SELECT top, id FROM up),
+sums(top, children, stored) AS (
+  SELECT g.top, sum(m.base = 0) - 1, sum(m.stored) FROM going g JOIN meta m ON m.entry = g.id GROUP BY g.top)
+SELECT printf('%016x', m.entry) AS id, m.class, round(m.stored / 1048576.0, 2) AS stored_mib, s.children,
+       round(s.stored / 1048576.0, 2) AS frees_mib,
+       round(100.0 * s.stored / (SELECT sum(stored) FROM totals), 1) AS percent, a.age, a.used, m.excerpt
+FROM sums s JOIN meta m ON m.entry = s.top JOIN ages a ON a.entry = s.top
+ORDER BY s.stored DESC;
+CREATE VIEW unused AS                 -- never restored, and nothing was that is stored against it
+SELECT printf('%016x', e.id) AS id, e.n_tokens AS tokens, round(m.stored / 1048576.0, 2) AS stored_mib, m.class, a.age,
+       a.expires_in, m.excerpt
+FROM entries e JOIN meta m ON m.entry = e.id JOIN ages a ON a.entry = e.id
+WHERE m.base = 0 AND m.hits = 0 AND NOT EXISTS (
+  WITH RECURSIVE down(id) AS (
+    SELECT entry FROM meta WHERE parent = e.id UNION SELECT k.entry FROM down d JOIN meta k ON k.parent = d.id)
+  SELECT 1 FROM down d JOIN meta k ON k.entry = d.id WHERE k.base = 0 AND k.hits <> 0)
+ORDER BY m.stored DESC;
+CREATE VIEW family_list AS            -- entries that share a system block; saved and reused run over the life of the file
+SELECT printf('%016x', m.family) AS family, sum(m.base = 0) AS entries,
+       round(sum(iif(m.base, 0, m.size)) / 1048576.0, 2) AS mib,
+       round(sum(m.stored) / 1048576.0, 2) AS stored_mib, coalesce(f.saved, 0) AS saved, coalesce(f.reused, 0) AS reused,
+       min(m.excerpt) AS excerpt
+FROM meta m LEFT JOIN families f ON f.id = m.family
+GROUP BY m.family
+ORDER BY sum(m.stored) DESC;
+CREATE VIEW parts AS
+SELECT printf('%016x', b.entry) AS id, b.part, b.kind, round(b.size / 1048576.0, 2) AS mib,
+       round(b.stored / 1048576.0, 2) AS stored_mib, lower(hex(b.digest)) AS digest,
+       (SELECT count(*) FROM chunks c WHERE c.blob = b.id) AS chunks
+FROM blobs b WHERE b.entry IS NOT NULL
+ORDER BY b.stored DESC;
+CREATE VIEW savings AS
+SELECT class, entries, round(size / 1048576.0, 2) AS mib, round(stored / 1048576.0, 2) AS stored_mib,
+       round((size - stored) / 1048576.0, 2) AS shared_mib
+FROM totals;
