@@ -12,6 +12,7 @@ import click
 
 from .. import InvalidInputError, Store, operate
 from ..errors import RemoteKeyError, extra
+from ..fleet.options import OURS
 from . import base, output
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,16 +45,11 @@ def remote_settings(given: tuple[str, ...]) -> dict[str, Any]:
                 f"option {name!r} is a credential", hint="credentials come from the environment: see docs/fleet.md"
             )
         found[name] = value
-    return found
-
-
-def _numbers(found: dict[str, Any]) -> dict[str, Any]:
-    for name in ("poll_seconds", "lifetime_days", "prefetch_gib", "min_tokens", "close_seconds"):
-        if name in found:
-            try:
-                found[name] = float(found[name])
-            except ValueError:
-                raise InvalidInputError(f"option {name} is {found[name]!r}", hint="give a number") from None
+    for name in OURS.keys() & found.keys():
+        try:
+            found[name] = float(found[name])
+        except ValueError:
+            raise InvalidInputError(f"option {name} is {found[name]!r}", hint="give a number") from None
     return found
 
 
@@ -68,7 +64,7 @@ def _admin(
     url: str, settings: tuple[str, ...], key: str | None = None, *, lifetime_days: float | None = None, create: bool = False
 ) -> Any:
     """Without a key names and sizes can be read, and nothing else."""
-    options = _numbers(remote_settings(settings))
+    options = remote_settings(settings)
     if lifetime_days is not None:
         options["lifetime_days"] = lifetime_days
     checked = _module("options").remote_options(url, bytes(32) if key is None else key, "none", options)
@@ -264,7 +260,7 @@ def push(
     settings: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Publish entries to the fleet: those with these ids, or all learned and pinned ones."""
-    options = {**_needed(store, url, remote_key), "remote_options": _numbers(remote_settings(settings)), "publish": "none"}
+    options = {**_needed(store, url, remote_key), "remote_options": remote_settings(settings), "publish": "none"}
     rows: list[dict[str, Any]] = []
     for fingerprint, wanted in _by_fingerprint(store, key_file, ids).items():
         with base.open_store(store, key_file, readonly=False, fingerprint=fingerprint, **options) as opened:
@@ -301,7 +297,7 @@ def pull(
 ) -> None:  # fmt: skip
     """Fetch what the fleet has into a store, which is created if it does not exist."""
     needed = _needed(store, url, remote_key, create=True)
-    options = {**needed, "remote_options": _numbers(remote_settings(settings)), "publish": "none"}
+    options = {**needed, "remote_options": remote_settings(settings), "publish": "none"}
     assert url is not None
     wanted = [fingerprint] if fingerprint is not None else sorted(_admin(url, settings, remote_key).fingerprints().values())
     fetched: list[str] = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +25,8 @@ class ProxyOptions:
     upstream_api_key: llama-server's own --api-key; without it the proxy passes the clients' Authorization on, unless
     api_key is set. cache_ram_mib, cache_disk_mib, min_saved_mib, key: as in `Store`. min_tokens: a restore or save that
     gains fewer tokens is left out. idle_seconds: how long the server must be idle before slots are saved.
+    remote, remote_key, publish, remote_options: the fleet's object store, as in `Store`. remote_min_tokens: a fetch that
+    saves fewer tokens is left out. prefetch_gib: bytes of new learned prefixes that are fetched before they are asked for.
     """
 
     upstream: str
@@ -38,11 +41,22 @@ class ProxyOptions:
     min_tokens: int = 16
     idle_seconds: float = 0.15
     key: str | None = None
+    remote: str | None = None
+    remote_key: Any = field(default=None, repr=False)
+    publish: str = "learned"
+    prefetch_gib: float = 0.0
+    remote_min_tokens: int = 512
+    remote_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def store_options(self) -> dict[str, Any]:
         names = ("cache_ram_mib", "cache_disk_mib", "min_saved_mib", "key")
-        return {name: getattr(self, name) for name in names}
+        options = {name: getattr(self, name) for name in names}
+        if self.remote:
+            own = {"prefetch_gib": self.prefetch_gib, "min_tokens": self.remote_min_tokens}
+            options |= {name: getattr(self, name) for name in ("remote", "remote_key", "publish")}
+            options["remote_options"] = {**own, **(self.remote_options or {})}
+        return options
 
     def address(self) -> tuple[str, int]:
         """The host and port to listen on. Raises InvalidInputError where an option is wrong."""

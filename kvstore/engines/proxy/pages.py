@@ -93,6 +93,11 @@ class Pages:
             log.warning("the page shows nothing of the store: %s", error.message)
             return None, []
 
+    def _remote(self) -> dict[str, float] | None:
+        """The figures of the shared tier, where there is one."""
+        store = self.link.store
+        return None if store is None or store.remote is None else store.remote.metrics()
+
     async def stats(self, request: Request) -> Response:
         self.link.look_again()
         store, prefixes = await self._stats()
@@ -117,13 +122,14 @@ class Pages:
                 "save_bytes_per_second": round(1 / max(rates.save_byte, 1e-12)),
             },
             "store": None if store is None else store.as_dict(),
+            "remote": self._remote(),
             "prefixes": prefixes,
         }
         return JSONResponse(body, headers=_HEADERS)
 
     async def metrics_text(self, request: Request) -> Response:
         """The proxy's metrics, followed by the server's own where it has them."""
-        text = self.metrics.prometheus((await self._stats())[0])
+        text = self.metrics.prometheus((await self._stats())[0], self._remote())
         with contextlib.suppress(UpstreamError):
             own = {} if self.private else {n: v for n, v in request.headers.items() if n == "authorization"}
             text += await self.link.backend.metrics(own)
