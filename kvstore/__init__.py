@@ -23,6 +23,9 @@ from .errors import (
     NotFoundError,
     OverBudgetError,
     ReadOnlyError,
+    RemoteDeniedError,
+    RemoteError,
+    RemoteKeyError,
     SlotFileError,
     StoreIOError,
     UnsafeFilesystemError,
@@ -31,7 +34,7 @@ from .errors import (
 )
 from .store.store import Store
 from .store.verify import Problem
-from .types import Entry, FamilyStats, Match, SavedState, Stats
+from .types import Entry, FamilyStats, Match, RemoteMatch, SavedState, Stats
 
 try:
     __version__ = version("llama-kvstore")
@@ -59,6 +62,10 @@ __all__ = [
     "OverBudgetError",
     "Problem",
     "ReadOnlyError",
+    "RemoteDeniedError",
+    "RemoteError",
+    "RemoteKeyError",
+    "RemoteMatch",
     "SavedState",
     "SlotFileError",
     "Stats",

@@ -167,6 +167,26 @@ class StoreIOError(KVStoreError, OSError):
     code, exit_code = "io", 23
 
 
+class RemoteError(KVStoreError):
+    """The object store of a fleet cannot be reached, or does not do what it was asked. The local store goes on without it."""
+
+    code, exit_code, retry = "remote", 24, True
+    hint = "check the address of the remote and the network; the local store works without it"
+
+
+class RemoteKeyError(KVStoreError, ValueError):
+    """The key of the fleet is missing, or is not a key."""
+
+    code, exit_code = "remote_key", 25
+
+
+class RemoteDeniedError(KVStoreError):
+    """The object store refuses the credentials, or they lack a permission."""
+
+    code, exit_code = "remote_denied", 26
+    hint = "check the credentials of the object store and what they may do: docs/fleet.md names the permissions"
+
+
 def extra(name: str) -> str:
     """The hint that says how to install an optional part."""
     return f"in a checkout of kvstore: pip install '.[{name}]' (once it is published: 'llama-kvstore[{name}]')"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -90,6 +90,22 @@ class Match:
 
     entry: Entry
     n_common: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RemoteMatch:
+    """An object of the fleet that serves the first n_common tokens of a request.
+
+    `n_saved` of them the local store does not have. `n_bytes` would be fetched, with the parent where it is not here.
+    `age` is in seconds, by the clock of the object store. `tokens` are those of the request.
+    """
+
+    n_common: int
+    n_bytes: int
+    age: float
+    n_saved: int
+    path: str
+    tokens: Tokens = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,6 +33,29 @@ def open_store(path: Path) -> Iterator[Callable[..., Store]]:
         store.close()
 
 
+@pytest.fixture(scope="session")
+def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an S3 face of SeaweedFS; skips the test where there is none."""
+    fleetkit = pytest.importorskip("fleetkit")
+    with fleetkit.seaweed(tmp_path_factory.mktemp("weed")) as address:
+        yield address
+
+
+@pytest.fixture
+def harm(weed: str) -> Iterator[Any]:
+    """A proxy before it that does harm; the environment leads there."""
+    import fleetkit
+
+    with fleetkit.Harm(weed) as proxy, fleetkit.credentials(proxy.address):
+        yield proxy
+
+
+@pytest.fixture
+def bucket(request: pytest.FixtureRequest) -> str:
+    """A root of its own in the bucket."""
+    return "s3://kvstore/" + "".join(c if c.isalnum() else "-" for c in request.node.name)
+
+
 @pytest.fixture
 def store(open_store: Callable[..., Store]) -> Store:
     return open_store()

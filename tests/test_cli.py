@@ -82,7 +82,10 @@ def test_help_of_all(run: Run) -> None:
     assert set(wanted.split()) <= set(commands())
 
 
-@pytest.mark.parametrize("name", [n for n in commands() if n not in ("put", "import", "bench", "demo", "serve", "completion")])
+WITHOUT_A_STORE = ("put", "import", "bench", "demo", "serve", "completion", "remote")
+
+
+@pytest.mark.parametrize("name", [n for n in commands() if n not in WITHOUT_A_STORE])
 def test_no_store(run: Run, tmp_path: Path, name: str) -> None:
     """A file that is not there is an error, and is not made."""
     more = {"show": ["1"], "get": ["1", "out"], "rm": ["1"], "set": ["1", "--ttl", "1h"], "learn": ["1"],

@@ -18,6 +18,7 @@ FLOORS: list[set[str]] = [
     {"util"},
     {"bkvd", "bkvd_chain", "bkvd_format", "layout", "meta", "slotfile"},
     {"storage", "migrations"},
+    {"fleet"},
     {"store"},
     {"operate"},
     {""},
@@ -25,13 +26,16 @@ FLOORS: list[set[str]] = [
 ]
 MOST_MODULES = 14  # directly in kvstore/
 # What the users of the face may name beside its public names: where these are defined, and the helpers that are shared with it.
-FACE = {"", "bkvd", "errors", "layout", "meta", "operate", "slotfile", "storage.schema", "store", "types", "util.fsutil",
+FACE = {"", "bkvd", "errors", "fleet.admin", "fleet.counters", "fleet.keys", "fleet.options", "fleet.remote",
+        "layout", "meta", "operate", "slotfile", "storage.schema", "store", "types", "util.fsutil",
         "util.buffers", "util.hashing", "util.printable", "util.units"}
 ALONE = {
     "aiohttp": {"engines.proxy.http_client"},
     "apsw": {"storage.sqlite"},
     "cffi": {"native.build"},
     "kvstore._native": {"bkvd", "bkvd_chain", "bkvd_format"},
+    "cryptography": {"fleet.sealing"},
+    "obstore": {"fleet.object_store"},
     "xxhash": {"util.hashing"},
 }
 

@@ -12,11 +12,12 @@ import kvstore
 from kvstore import Store, bkvd, layout, meta, slotfile
 
 NAMES = [
-    "BusyError", "ClosedError", "CorruptStoreError", "DeltaError", "DiskFullError", "Entry", "FamilyStats", "ForkedError",
-    "InvalidInputError", "KVStoreError", "LayoutError", "Match", "MetaBlockError", "MigrationError", "NewerStoreError",
-    "NotAStoreError", "NotFoundError", "OverBudgetError", "Problem", "ReadOnlyError", "SavedState", "SlotFileError",
-    "Stats", "Store", "StoreIOError", "UnsafeFilesystemError", "WriteBehindError", "WrongKeyError", "bkvd", "layout",
-    "meta", "operate", "slotfile",
+    "BusyError", "ClosedError", "CorruptStoreError", "DeltaError", "DiskFullError", "Entry", "FamilyStats",
+    "ForkedError", "InvalidInputError", "KVStoreError", "LayoutError", "Match", "MetaBlockError", "MigrationError",
+    "NewerStoreError", "NotAStoreError", "NotFoundError", "OverBudgetError", "Problem", "ReadOnlyError",
+    "RemoteDeniedError", "RemoteError", "RemoteKeyError", "RemoteMatch", "SavedState", "SlotFileError", "Stats",
+    "Store", "StoreIOError", "UnsafeFilesystemError", "WriteBehindError", "WrongKeyError", "bkvd", "layout", "meta",
+    "operate", "slotfile",
 ]  # fmt: skip
 
 REQUIRED = inspect.Parameter.empty
@@ -26,7 +27,8 @@ SIGNATURES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         Store.__init__,
         {"self": REQUIRED, "path": REQUIRED},
         {"fingerprint": "", "cache_ram_mib": 8192, "cache_disk_mib": -1, "min_saved_mib": None, "write_behind": False,
-         "verify": True, "readonly": False, "auto_learn": False},
+         "verify": True, "readonly": False, "auto_learn": False, "remote": None, "remote_key": None, "publish": "learned",
+         "remote_options": None},
     ),
     "put": (
         Store.put,
@@ -41,6 +43,8 @@ SIGNATURES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "entries": (Store.entries, {"self": REQUIRED}, {"family": None, "entry_class": None}),
     "set": (Store.set, {"self": REQUIRED, "id": REQUIRED}, {"entry_class": None, "source": "request", "ttl": None}),
     "delete": (Store.delete, {"self": REQUIRED, "id": REQUIRED}, {"children": "resident"}),
+    "remote_match": (Store.remote_match, {"self": REQUIRED, "tokens": REQUIRED, "n_local": 0}, {}),
+    "fetch": (Store.fetch, {"self": REQUIRED, "remote_match": REQUIRED, "timeout": None}, {"longest": False}),
     "learn": (Store.learn, {"self": REQUIRED, "tokens": REQUIRED, "n_tokens": None}, {}),
     "stats": (Store.stats, {"self": REQUIRED}, {}),
     "verify": (Store.verify, {"self": REQUIRED}, {}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from .. import __version__
-from . import admin, entries, inspect, serve, transfer
+from . import admin, entries, inspect, remote, serve, transfer
 from .base import Commands
 
 
@@ -22,6 +22,7 @@ for _command in (
     inspect.ls, inspect.show, inspect.tree, inspect.stats,
     transfer.put, transfer.get, entries.rm, entries.set_, entries.learn, entries.gc,
     admin.verify, admin.repair, admin.migrate, transfer.export, transfer.import_, admin.backup,
+    remote.remote, remote.push, remote.pull,
     serve.bench, serve.demo, serve.serve, serve.completion,
 ):  # fmt: skip
     main.add_command(_command)

@@ -87,6 +87,13 @@ class Commands(click.Group):
         sys.exit(code or 0)
 
 
+class Subcommands(click.Group):
+    """A command with commands of its own, listed in the order in which they were added."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
 def _show(error: click.ClickException) -> None:
     """Shows an error as click does, with unsafe characters escaped."""
     context = error.ctx if isinstance(error, click.UsageError) else None

@@ -21,6 +21,7 @@ from ..engines.proxy.options import ProxyOptions
 from ..errors import extra
 from ..util.printable import Formatter, json_text
 from . import base, output
+from .remote import remote_key_option, remote_settings, remote_url_option, settings_option
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
@@ -115,8 +116,19 @@ def _proxy() -> Any:
               help="Memory for states on their way to and from llama-server; 0: files.  [default: a quarter of the RAM]")
 @click.option("--warm-start/--no-warm-start", default=ProxyOptions.warm_start, show_default=True,
               help="Restore the states most likely to be wanted into the empty slots of a new server.")
+@remote_url_option
+@remote_key_option
+@click.option("--publish", type=click.Choice(["learned", "all", "none"]), default=ProxyOptions.publish, show_default=True,
+              help="Which entries to publish to the fleet.")
+@click.option("--prefetch-gib", type=click.FloatRange(0), default=ProxyOptions.prefetch_gib, show_default=True,
+              help="Fetch new learned prefixes of the fleet before they are asked for, up to this size.")
+@click.option("--remote-min-tokens", type=click.IntRange(1), default=ProxyOptions.remote_min_tokens, show_default=True,
+              help="A fetch must save at least N tokens.", metavar="N")
+@settings_option
 @click.option("-v", "--verbose", is_flag=True, help="Log every restore and save.")
-def serve(as_json: bool, verbose: bool, key_file: str | None, **options: Any) -> None:
+def serve(
+    as_json: bool, verbose: bool, key_file: str | None, url: str | None, settings: tuple[str, ...], **options: Any
+) -> None:
     """Run a caching proxy in front of a llama-server.
 
     Runs until it is interrupted; the log goes to stderr. With --json it prints its address when it listens.
@@ -129,6 +141,7 @@ def serve(as_json: bool, verbose: bool, key_file: str | None, **options: Any) ->
         options[name] = options[name] or os.environ.get(f"KVSTORE_{name.upper()}")
     if key_file is not None:
         options["key"] = base.key_of(key_file)
+    options |= {"remote": url or None, "remote_options": remote_settings(settings)}
     if as_json:
         options["started"] = lambda url: _started(url, options)
     _proxy().serve(**options)

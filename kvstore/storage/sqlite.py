@@ -150,6 +150,19 @@ def translated(path: str, key: bool = False, connection: Connection | None = Non
         raise translate(error, path, key, connection) from error
 
 
+@contextmanager
+def immediate(connection: Connection) -> Iterator[None]:
+    """A transaction that takes the lock for writing at its start; it is rolled back where the block raises."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        with suppress(apsw.Error):
+            connection.execute("ROLLBACK")
+        raise
+
+
 def user_version(connection: Connection) -> int:
     return int(connection.pragma("user_version"))
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 from ..errors import BusyError, DiskFullError, KVStoreError
 from ..storage import closed_file, db, disk, geometry, queries_blobs
@@ -19,12 +20,22 @@ CLOSE_SECONDS = 2.0
 TRIES = 8  # of an open whose new file another process removes
 
 
-def close_core(core: StoreCore, behind: WriteBehind, background: maintenance.Maintenance | None) -> None:
+class Closable(Protocol):
+    def is_thread(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+def close_core(
+    core: StoreCore, behind: WriteBehind, background: maintenance.Maintenance | None, remote: Closable | None = None
+) -> None:
     if os.getpid() != core.db.pid:
         return  # a forked child leaves its parent's files alone
-    if behind.is_writer():  # any thread may collect an unused Store: the writing thread cannot wait for itself
-        threading.Thread(target=close_core, args=(core, behind, background), name="kvstore-close").start()
+    # Any thread may collect an unused Store: these threads cannot wait for themselves.
+    if behind.is_writer() or (remote is not None and remote.is_thread()):
+        threading.Thread(target=close_core, args=(core, behind, background, remote), name="kvstore-close").start()
         return
+    if remote is not None:
+        remote.close()
     behind.close()
     if background is not None:
         background.stop()

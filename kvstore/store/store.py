@@ -6,11 +6,11 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from ..errors import InvalidInputError, NotFoundError
 from ..storage import db, policy, queries, queries_blobs, queries_lists, queries_maintenance
 from ..storage import prefix_index as prefixes
 from ..storage.ram_cache import RamCache
-from ..types import CLASSES, SOURCES, WHOLE, Entry, EntryClass, Match, SavedState, Source, Stats, hex_id
+from ..types import CLASSES, SOURCES, WHOLE, Entry, EntryClass, Match, RemoteMatch, SavedState, Source, Stats, hex_id
 from ..util.hashing import family
 from ..util.validate import as_state, as_tokens, check_id, check_int, choice, is_text, lifetime
 from . import delete, get, learning, maintenance, put
@@ -29,6 +29,9 @@ from .opening import close_core, open_core
 from .put_request import new_request
 from .update import set_entry
 from .write_behind import WriteBehind
+
+if TYPE_CHECKING:
+    from ..fleet.remote import Remote
 
 log = logging.getLogger("kvstore")
 ENTRIES_PER_PAGE = 256
@@ -65,6 +68,9 @@ class Store:
     auto_learn: learn the prefixes that three entries of a family have in common.
     timeout: seconds to wait for another process that writes, before BusyError.
     key: opens, or creates, an encrypted file (README, Encryption). Text, at least one character; it is never logged.
+    remote: the address of an object store that a fleet shares (docs/fleet.md): "s3://BUCKET/PREFIX", "gs://", "az://",
+        "file:///FOLDER". remote_key: the fleet's key, bytes or the path of a key file. publish: "learned" entries (and
+        pinned ones), "all", or "none". remote_options: settings of the object store, and those of `fleet.options`.
 
     A context manager. Safe to use from several threads, and several processes may open one file; not across a fork.
     """
@@ -83,6 +89,10 @@ class Store:
         auto_learn: bool = False,
         timeout: float = 30.0,
         key: str | None = None,
+        remote: str | None = None,
+        remote_key: Any = None,
+        publish: str = "learned",
+        remote_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = os.fspath(path) if isinstance(path, os.PathLike) else path
         if not isinstance(self.path, str) or not self.path:
@@ -99,6 +109,13 @@ class Store:
             raise InvalidInputError(f"min_saved_mib is {min_saved_mib}", hint="give 0 or more")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout <= MAX_TIMEOUT:
             raise InvalidInputError(f"timeout is {timeout!r}", hint=f"give seconds, from 0 to {MAX_TIMEOUT}")
+        connect = None
+        if remote is not None:
+            from .remote_opening import prepare_remote
+
+            connect = prepare_remote(remote, remote_key, publish, remote_options)
+        elif remote_key is not None or remote_options is not None:
+            raise InvalidInputError("remote_key and remote_options need a remote", hint="give remote too")
         memory = self.path == db.MEMORY
         if not memory:
             self.path = db.resolve(self.path)  # once: links and folders may change, and connections are opened later too
@@ -120,10 +137,17 @@ class Store:
         self._puts = 0
         self._write_behind = write_behind and not readonly
         self._maintenance: maintenance.Maintenance | None = None
+        self._remote: Remote | None = None
+        learn: Callable[[], object] | None = None
+        if connect is not None:
+            self._remote = connect(core, self._behind, self._write_behind)
+        if auto_learn:
+            run = learning.AutoLearn(core).run
+            learn = run if self._remote is None else self._remote.learner(run)
         if not readonly and not memory:
-            self._maintenance = maintenance.Maintenance(core, learning.AutoLearn(core).run if auto_learn else None)
+            self._maintenance = maintenance.Maintenance(core, learn)
         # Closes at the latest when the interpreter ends, while threads can still be joined.
-        self._finalizer = weakref.finalize(self, close_core, core, self._behind, self._maintenance)
+        self._finalizer = weakref.finalize(self, close_core, core, self._behind, self._maintenance, self._remote)
 
     def __enter__(self) -> Store:
         return self
@@ -207,6 +231,7 @@ class Store:
         self._puts += 1
         if entry.size >= WAKE_BYTES or self._puts % WAKE_PUTS == 0:
             self._wake()
+        self._offer(entry)
         return entry
 
     def get(self, id: EntryId, *, n_tokens: int | None = None, count: bool = True) -> SavedState | None:
@@ -312,7 +337,9 @@ class Store:
         choice(source, SOURCES, "source")
         seconds = None if ttl is None else lifetime(ttl, low=0)
         with self._settled():
-            return set_entry(self._core, check_id(id), entry_class, source, seconds)
+            entry = set_entry(self._core, check_id(id), entry_class, source, seconds)
+        self._offer(entry)
+        return entry
 
     def delete(self, id: EntryId, *, children: str = "resident") -> list[int]:
         """Deletes an entry; returns the ids of all entries that were deleted.
@@ -333,7 +360,9 @@ class Store:
         Raises NotFoundError where no entry holds the prefix, LayoutError where its state cannot be cut there.
         """
         with self._settled():
-            return self._learn(tokens, n_tokens)
+            entry = self._learn(tokens, n_tokens)
+        self._offer(entry)
+        return entry
 
     def _learn(self, tokens: Any, n_tokens: int | None) -> Entry:
         core = self._core
@@ -360,6 +389,45 @@ class Store:
                 )
             id = found
         return learning.learn(core, id, n, "learned", "request")
+
+    # -- beyond this machine
+
+    @property
+    def remote(self) -> Remote | None:
+        """The shared tier that this store was opened with: its metrics, `poll`, `push`, `wait`."""
+        return self._remote
+
+    def remote_match(self, tokens: Any, n_local: int = 0) -> RemoteMatch | None:
+        """The object of the fleet that serves the most leading tokens, where it serves more than n_local; None else.
+
+        Makes no request: it looks into the local copy of the listing.
+        """
+        self._core.db.check()
+        array = as_tokens(tokens)
+        n_local = check_int(n_local, "n_local", 0, len(array), why=_OF_TOKENS)
+        return None if self._remote is None else self._remote.match(array, n_local)
+
+    def fetch(self, remote_match: RemoteMatch, timeout: float | None = None, *, longest: bool = False) -> SavedState | None:
+        """The state of the first n_common tokens of a remote match, checked, or None; then puts it here, behind.
+
+        timeout: seconds after which it ends with None. longest: also serves tokens of the request behind n_common that the
+        object has. The id of the entry is 0 until it is put.
+        """
+        self._core.db.check()
+        if not isinstance(remote_match, RemoteMatch):
+            raise InvalidInputError(f"remote_match is {type(remote_match).__name__}", hint="give what remote_match gives")
+        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or math.isnan(timeout)):
+            raise InvalidInputError(f"timeout is {timeout!r}", hint="give seconds, or None")
+        if self._remote is None:
+            return None
+        from .fleet_link import saved_state
+
+        state = self._remote.fetch(remote_match, timeout, longest=longest)
+        return None if state is None else saved_state(state, self._core.now())
+
+    def _offer(self, entry: Entry) -> None:
+        if self._remote is not None:
+            self._remote.offer(entry)
 
     # -- the store as a whole
 

@@ -15,6 +15,7 @@ from ...types import Entry, Match, Tokens, hex_id
 from ...util.buffers import common_prefix_length
 from .backend import Timings
 from .backend_link import BackendLink
+from .fleet import FleetLookup
 from .metrics import Metrics, Recent
 from .prompt import Prompt, continues
 from .saver import Saver
@@ -53,6 +54,13 @@ class UnwrittenMatch(Match):
             return self.file
         cut = layout.crop(self.file.state, self.n_common)
         return replace(self.file, tokens=self.file.tokens[: self.n_common], state=cut)
+
+
+def longer(match: Match | None, other: Match | None) -> Match | None:
+    """The match that serves more tokens; of two that serve as many the first."""
+    if match is None or other is None:
+        return match or other
+    return other if other.n_common > match.n_common else match
 
 
 class Lease:
@@ -132,6 +140,7 @@ class Cache:
         self.tokenizer = tokenizer
         self.saver = saver
         self.metrics = metrics
+        self.fleet = FleetLookup(link, slots)
 
     # -- before the request
 
@@ -153,13 +162,15 @@ class Cache:
                 return None
             hot, match, busy_elsewhere = found
             looked = time.perf_counter() - started
+            if hot is None:
+                match = await self._fetched(prompt, match)
             slots = self.slots
             if hot is not None and slots.lease_now(hot):
                 choice = Choice(hot, hot.n_total, None, 0)
             else:
                 choice = await slots.acquire(prompt, match, busy_elsewhere)
                 if self.saver.n_saved != n_saved:  # while it waited: what had its slot before, perhaps
-                    match = await self._match(prompt)
+                    match = longer(await self._match(prompt), match if isinstance(match, UnwrittenMatch) else None)
                     choice = slots.choose(choice.slot, prompt, match)
             if choice.skipped:
                 self.metrics.count("restores_skipped")
@@ -296,9 +307,13 @@ class Cache:
         match = await asyncio.wait_for(link.run(store.match, tokens), LOOKUP_SECONDS)
         if match is not None and (match.entry.id in link.rejected_entries or match.entry.n_images):
             match = None
-        if waiting is not None and (match is None or waiting.n_common > match.n_common):
-            match = waiting
+        match = longer(match, waiting)
         return None if match is None or 0 < identity.n_ctx <= match.n_common else match
+
+    async def _fetched(self, prompt: Prompt, match: Match | None) -> Match | None:
+        """The match, or what the fleet has more of."""
+        file = await self.fleet.fetch(prompt.tokens, 0 if match is None else match.n_common)
+        return longer(match, None if file is None else UnwrittenMatch.of(file, int(file.tokens.shape[0])))
 
     def _unwritten(self, tokens: Tokens) -> UnwrittenMatch | None:
         """The state on its way into the store that serves the most of these tokens."""

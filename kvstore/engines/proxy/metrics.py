@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ...fleet.counters import help_of
 from ...meta import clean_excerpt
 from ...types import Stats
 from ...util.printable import printable
@@ -102,7 +104,14 @@ class Metrics:
             "recent": recent,
         }
 
-    def prometheus(self, store: Stats | None, memory: SlotMemory, n_agreeing: int = 0, n_distrusted: int = 0) -> str:
+    def prometheus(
+        self,
+        store: Stats | None,
+        memory: SlotMemory,
+        n_agreeing: int = 0,
+        n_distrusted: int = 0,
+        remote: Mapping[str, float] | None = None,
+    ) -> str:
         lines: list[str] = []
 
         def add(name: str, kind: str, text: str, samples: dict[str, float]) -> None:
@@ -133,4 +142,6 @@ class Metrics:
             add("kvstore_store_stored_bytes", "gauge", "Bytes of all states as stored.", {"": store.stored})
             add("kvstore_store_file_bytes", "gauge", "Bytes of the store's file.", {"": store.file_bytes})
             add("kvstore_store_ram_bytes", "gauge", "Bytes that the RAM layer holds.", {"": store.ram_bytes})
+        for name, value in (remote or {}).items():
+            add(f"kvstore_{name}", *help_of(name), {"": value})
         return "\n".join(lines) + "\n"

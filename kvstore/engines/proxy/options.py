@@ -5,7 +5,8 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +27,8 @@ class ProxyOptions:
     gains fewer tokens is left out. idle_seconds: how long the server must be idle before slots are saved. slot_memory: MiB
     of memory that states may take on their way to and from llama-server, None: a quarter of the RAM, 0: they take the disk.
     warm_start: restore the states most likely to be wanted into the empty slots of a new server process.
+    remote, remote_key, publish, remote_options: the fleet's object store, as in `Store`. remote_min_tokens: a fetch that
+    saves fewer tokens is left out. prefetch_gib: bytes of new learned prefixes that are fetched before they are asked for.
     """
 
     upstream: str
@@ -42,11 +45,22 @@ class ProxyOptions:
     key: str | None = None
     slot_memory: float | None = None
     warm_start: bool = True
+    remote: str | None = None
+    remote_key: Any = field(default=None, repr=False)
+    publish: str = "learned"
+    prefetch_gib: float = 0.0
+    remote_min_tokens: int = 512
+    remote_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def store_options(self) -> dict[str, Any]:
         names = ("cache_ram_mib", "cache_disk_mib", "min_saved_mib", "key")
-        return {name: getattr(self, name) for name in names}
+        options = {name: getattr(self, name) for name in names}
+        if self.remote:
+            own = {"prefetch_gib": self.prefetch_gib, "min_tokens": self.remote_min_tokens}
+            options |= {name: getattr(self, name) for name in ("remote", "remote_key", "publish")}
+            options["remote_options"] = {**own, **(self.remote_options or {})}
+        return options
 
     @property
     def slot_memory_bytes(self) -> int | None:

@@ -111,6 +111,11 @@ class Pages:
             log.warning("the page shows nothing of the store: %s", error.message)
             return None, []
 
+    def _remote(self) -> dict[str, float] | None:
+        """The figures of the shared tier, where there is one."""
+        store = self.link.store
+        return None if store is None or store.remote is None else store.remote.metrics()
+
     async def stats(self, request: Request) -> Response:
         self.link.look_again()
         store, prefixes = await self._stats()
@@ -137,6 +142,7 @@ class Pages:
             },
             "slot_memory": self.link.backend.memory.as_dict(),
             "store": None if store is None else store.as_dict(),
+            "remote": self._remote(),
             "prefixes": prefixes,
         }
         return JSONResponse(body, headers=_HEADERS)
@@ -144,7 +150,9 @@ class Pages:
     async def metrics_text(self, request: Request) -> Response:
         """The proxy's metrics, followed by the server's own where it has them."""
         shapes, memory = self.shapes, self.link.backend.memory
-        text = self.metrics.prometheus((await self._stats())[0], memory, shapes.n_agreeing, shapes.n_distrusted)
+        text = self.metrics.prometheus(
+            (await self._stats())[0], memory, shapes.n_agreeing, shapes.n_distrusted, self._remote()
+        )
         with contextlib.suppress(UpstreamError):
             own = {} if self.private else {n: v for n, v in request.headers.items() if n == "authorization"}
             text += await self.link.backend.metrics(own)
