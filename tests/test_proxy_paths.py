@@ -301,7 +301,7 @@ OTHER = [{"filename": "a.py", "text": "def a():\n    return 1\n" * 9}, {"text": 
 @pytest.mark.parametrize("extra", [None, OTHER], ids=["alone", "with other files"])
 @pytest.mark.parametrize("long", [False, True], ids=["short", "cut to a batch"])
 def test_infill_is_cached_once_its_form_was_seen(infill: tuple[LlamaServer, str], extra: Any, long: bool) -> None:
-    server, url = infill
+    _, url = infill
     prefix = "".join(f"x{i} = {i}\n" for i in range(80 if long else 20))
     body = {"input_prefix": prefix, "input_suffix": "\nprint(x)\n", "prompt": "y =", "n_predict": 4, "temperature": 0}
     body |= {} if extra is None else {"input_extra": extra}
@@ -319,11 +319,19 @@ def test_infill_is_cached_once_its_form_was_seen(infill: tuple[LlamaServer, str]
     assert told["failures"] == 0
 
 
-def test_infill_passes_the_servers_refusal_on(pair: tuple[LlamaServer, str]) -> None:
-    _, url = pair
-    answer = httpx.post(url + "/infill", json={"input_prefix": "a", "input_suffix": "b"}, timeout=240)
-    assert answer.status_code == 501
-    assert stats(url)["failures"] == 0
+def test_a_path_that_the_server_does_not_serve_passes(pair: tuple[LlamaServer, str]) -> None:
+    server, url = pair
+    post(url + "/completion", {"prompt": LONG, "n_predict": 2})
+    before = wait_saved(url)
+    body = {"input_prefix": "a", "input_suffix": "b"}
+    for _ in range(2):
+        answer = httpx.post(url + "/infill", json=body, timeout=240)
+        direct = httpx.post(server.url + "/infill", json=body, headers={"Authorization": f"Bearer {server.api_key}"})
+        assert (answer.status_code, answer.content) == (501, direct.content)
+    told = stats(url)
+    assert told["failures"] == before["failures"]
+    assert told["passed"] == before["passed"] + 1  # once the refusal is known
+    assert told["slots"] == before["slots"]
 
 
 @pytest.mark.parametrize(
