@@ -53,3 +53,15 @@ def write_lora(path: Path, seed: int, n_embd: int = 128, n_out: int = 128, rank:
         {"blk.0.attn_k.weight.lora_a": a, "blk.0.attn_k.weight.lora_b": b},
     )
     return path
+
+
+def with_numbers(source: Path, path: Path, numbers: Mapping[str, int]) -> Path:
+    """A copy of a GGUF file with more metadata: numbers of 32 bits."""
+    data = source.read_bytes()
+    magic, version, n_tensors, n_keys = struct.unpack("<4sIQQ", data[:24])
+    more = b"".join(_string(name) + struct.pack("<II", 4, value) for name, value in numbers.items())
+    filler = _string("test.filler") + struct.pack("<I", 8)
+    # The tensors stay aligned where the header grows by a multiple of the alignment.
+    more += filler + _string("x" * (-(len(more) + len(filler) + 8) % _ALIGN))
+    path.write_bytes(struct.pack("<4sIQQ", magic, version, n_tensors, n_keys + len(numbers) + 1) + more + data[24:])
+    return path

@@ -412,6 +412,7 @@ def test_key_file(run: Run, filled: list[str], tmp_path: Path) -> None:
 # -- running
 
 
+@pytest.mark.slow
 def test_bench_runs_the_tool_where_it_is_found(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ RESTORE_SECONDS = 120.0
 # A chat that adds less computing than this to the contents of its slot goes there without a look into the store.
 HOT_SECONDS = 0.15
 CHARS_PER_TOKEN = 3
+NOT_SERVED = (404, 501)  # the server has no such path, or its model cannot do this: no slot was used
 KEPT_BYTES = 16 << 10  # of the beginning and of the end of an answer, which have the timings
 
 
@@ -101,6 +102,8 @@ class Lease:
                 slot = await self._placed(timings)
                 self._cache.record_result(self, slot, timings)
                 link.mark_verified()
+            elif status in NOT_SERVED:
+                self._cache.tokenizer.shapes.unserved.add(self.prompt.shape.path)
             elif status in (None, 200) and self.prompt.pinned:
                 self._cache.record_cut_off(self)
             else:
@@ -146,7 +149,10 @@ class Cache:
 
     async def lease(self, path: str, prompt: Prompt) -> Lease | None:
         """A slot for the request, with as much of its prompt as pays; None where the request must pass without the cache."""
-        if not self.tokenizer.shapes.trusts(prompt.shape):
+        shapes = self.tokenizer.shapes
+        if path in shapes.unserved:
+            return None
+        if not shapes.trusts(prompt.shape):
             self.metrics.count("passed_by_shape")
             return None
         with self.slots.arriving():

@@ -102,6 +102,7 @@ class ShapeBook:
     are not in the book are not trusted."""
 
     known: OrderedDict[Shape, Verdicts] = field(default_factory=OrderedDict)
+    unserved: set[str] = field(default_factory=set)  # paths that this server does not have
 
     def trusts(self, shape: Shape) -> bool:
         verdicts = self.known.get(shape)
@@ -132,6 +133,7 @@ class ShapeBook:
     def reset(self) -> None:
         """The server has another model."""
         self.known.clear()
+        self.unserved.clear()
 
     @property
     def n_agreeing(self) -> int:

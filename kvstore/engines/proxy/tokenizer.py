@@ -162,7 +162,7 @@ class Tokenizer:
     def _excused(self, prompt: Prompt, tokens: Tokens, n_prompt: int) -> bool:
         """Whether something was learned that explains the difference; each may be learned a few times, not for ever."""
         assert prompt.tokens is not None
-        if self.excuses >= MAX_EXCUSES:
+        if prompt.given or self.excuses >= MAX_EXCUSES:
             return False
         if prompt.pieces is not None:
             learned = self.frame.learn(prompt.pieces, tokens[:n_prompt].tolist())
@@ -175,7 +175,7 @@ class Tokenizer:
         return learned
 
     def _disagrees(self, prompt: Prompt) -> None:
-        if not prompt.disagrees and self.shapes.record(prompt.shape, agreed=False):
+        if not prompt.given and not prompt.disagrees and self.shapes.record(prompt.shape, agreed=False):
             log.warning("requests of this shape pass from now on, their tokens are not known: %s", prompt.shape)
         prompt.disagrees = True
 
