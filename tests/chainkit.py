@@ -119,5 +119,5 @@ def clean_but_swept(store: Store) -> None:
 
 
 def in_shell(path: Path, sql: str) -> None:
-    done = subprocess.run([str(SHELL), "-bail", str(path)], input=sql, capture_output=True, text=True, check=False)
+    done = subprocess.run([str(SHELL), "-bail", str(path)], input=f".timeout 20000\n{sql}", capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
