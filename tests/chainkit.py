@@ -119,5 +119,6 @@ def clean_but_swept(store: Store) -> None:
 
 
 def in_shell(path: Path, sql: str) -> None:
-    done = subprocess.run([str(SHELL), "-bail", str(path)], input=f".timeout 20000\n{sql}", capture_output=True, text=True, check=False)
+    command, waiting = [str(SHELL), "-bail", str(path)], f".timeout 20000\n{sql}"
+    done = subprocess.run(command, input=waiting, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
