@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +17,7 @@ from kvstore import Store
 Opener = Callable[..., Store]
 Turn = tuple[list[int], bytes]
 START = list(range(60))
+SHELL = shutil.which("sqlite3")
 
 
 def turns(n: int, start: list[int] = START, seed: int = 0) -> list[Turn]:
@@ -113,3 +116,9 @@ def clean_but_swept(store: Store) -> None:
     assert store.verify() == []
     store.gc()
     assert store.verify() == []
+
+
+def in_shell(path: Path, sql: str) -> None:
+    command, waiting = [str(SHELL), "-bail", str(path)], f".timeout 20000\n{sql}"
+    done = subprocess.run(command, input=waiting, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

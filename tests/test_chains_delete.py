@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import storekit
-from chainkit import START, Opener, clean, held, in_program, parents, rows, served, talk, tree, turns
+from chainkit import SHELL, START, Opener, clean, held, in_program, in_shell, parents, rows, served, talk, tree, turns
 from storekit import state
 
 from kvstore import bkvd, operate
@@ -92,14 +91,6 @@ def test_take_of_a_leaf_takes_the_bases_with_it(path: Path, open_store: Opener) 
     assert saved.main.tobytes() == said[-1][1]
     assert (parents(path), store._core.ram.ids()) == ({}, [])
     clean(store, path)
-
-
-SHELL = shutil.which("sqlite3")
-
-
-def in_shell(path: Path, sql: str) -> None:
-    done = subprocess.run([str(SHELL), "-bail", str(path)], input=sql, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chainkit import START, Opener, clean, in_program, parents, rows, served
+from chainkit import SHELL, START, Opener, clean, in_program, in_shell, parents, rows, served
 from storekit import state
 
+from kvstore.storage import queries
 from kvstore.storage.queries import signed
 
 
@@ -66,9 +67,19 @@ def test_random_operations_beside_a_dict(
     def by_hand() -> None:
         id = chance.choice(list(model))
         going = below(id)
-        in_program(path, f"PRAGMA foreign_keys = {chance.choice(['on', 'off'])}; DELETE FROM entries WHERE id = {signed(id)}")
+        run = in_program if SHELL is None or chance.random() < 0.5 else in_shell
+        run(path, f"PRAGMA foreign_keys = {chance.choice(['on', 'off'])}; DELETE FROM entries WHERE id = {signed(id)};")
         for one in going:
             del model[one]
+
+    def evict() -> None:
+        store.flush()
+        with store._core.transaction() as (c, dropped):
+            victim = queries.least_recently_used(c, None)
+            assert victim is not None
+            store._core.drop(c, victim, "disk_budget", dropped)
+        assert [e.id for e, _ in dropped] == [victim]
+        del model[victim]
 
     def take() -> None:
         id = chance.choice(list(model))
@@ -100,7 +111,7 @@ def test_random_operations_beside_a_dict(
         model[entry.id] = tokens[:n], state(tokens[:n], row=16, layers=1), "learned"
 
     for _ in range(60):
-        act = chance.choice([put] * 8 + [delete, by_hand, take, expire, learn, None])
+        act = chance.choice([put] * 8 + [delete, by_hand, take, expire, evict, learn, None])
         if act is None:
             store.close()
             store = open_store(**options)
