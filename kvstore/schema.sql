@@ -72,6 +72,7 @@ CREATE TABLE meta(
   base       INTEGER NOT NULL DEFAULT 0 CHECK(base IN (0, 1))    -- as in entries
 ) STRICT;
 CREATE INDEX meta_by_parent ON meta(parent) WHERE parent IS NOT NULL;
+CREATE INDEX meta_by_family ON meta(family) WHERE base = 0;
 CREATE INDEX meta_by_use ON meta(class, use_order) WHERE base = 0;
 CREATE INDEX meta_by_expiry ON meta(expires_at) WHERE expires_at IS NOT NULL AND base = 0;
 

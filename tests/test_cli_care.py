@@ -198,7 +198,8 @@ def test_serve_has_the_options_of_the_proxy(run: Run, monkeypatch: pytest.Monkey
 
     own = {field.name for field in fields(ProxyOptions)}
     of_command = {param.name for param in main.commands["serve"].params}
-    assert of_command - {"as_json", "verbose", "key_file"} == own - {"key"}
+    of_remote = {"url": "remote", "settings": "remote_options"}
+    assert {of_remote.get(n, n) for n in of_command} - {"as_json", "verbose", "key_file"} == own - {"key"}
     got: dict[str, Any] = {}
     monkeypatch.setattr(proxy, "serve", lambda **options: got.update(options))
     monkeypatch.setenv("KVSTORE_API_KEY", "of the clients")

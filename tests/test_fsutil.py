@@ -18,6 +18,7 @@ import pytest
 from storekit import STATES, state
 
 from kvstore import DiskFullError, KVStoreError, ReadOnlyError, SlotFileError, Store, StoreIOError, operate, slotfile
+from kvstore.storage import geometry
 from kvstore.util import fsutil
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="devices, FIFOs and symbolic links of POSIX")
@@ -425,7 +426,7 @@ def test_salvage_touches_no_other_file(tmp_path: Path, stored: tuple[Path, str])
     db, id = stored
     (tmp_path / "new.db.copy").write_bytes(b"somebody's")
     with db.open("r+b") as f:
-        f.write(b"\0" * 65536)  # the first page is lost
+        f.write(b"\0" * geometry.PAGE_SIZE)  # the first page is lost
     found = operate.salvage(db, tmp_path / "new.db")
     assert [f"{entry:016x}" for entry in found.entries] == [id]
     assert (tmp_path / "new.db.copy").read_bytes() == b"somebody's"

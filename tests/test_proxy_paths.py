@@ -15,7 +15,9 @@ pytest.importorskip("starlette")
 pytest.importorskip("aiohttp")
 pytest.importorskip("uvicorn")
 
+import ggufkit
 import proxykit
+import serverkit
 from proxykit import post, stats, wait_saved
 
 from kvstore.engines.llama_server.process import LlamaServer

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -234,10 +234,14 @@ def _page_size(path: str) -> int | None:
     return None
 
 
+INNER_PAGE = 5  # the kind of b-tree page that refers to others
+
+
 def with_first_page(path: str, copy: str) -> bool:
     """Copies a file, with the first page of a new store in place of its own; False if the file cannot be a store.
 
-    Every store of one schema has its tables at the same pages, so their first page differs in counters alone.
+    Every store of one schema has its tables at the same pages, so their first page differs in counters alone. The other pages
+    of the list of tables are those of the new store too.
     """
     size = os.path.getsize(path)
     page_size = _page_size(path)
@@ -253,6 +257,7 @@ def with_first_page(path: str, copy: str) -> bool:
         fresh.close()
     with open(copy, "r+b") as f:
         page = bytearray(f.read(page_size))
+        others = _schema_pages(f, page_size)
         page[28:32] = (size // page_size).to_bytes(4, "big")  # pages in the file
         page[92:96] = page[24:28]  # which that number is valid for
         page[32:40] = bytes(8)  # no free pages
@@ -260,9 +265,31 @@ def with_first_page(path: str, copy: str) -> bool:
         f.truncate()
         with open(path, "rb") as old:
             shutil.copyfileobj(old, f, 1 << 20)
+        for number, content in others.items():
+            f.seek((number - 1) * page_size)
+            f.write(content)
         f.seek(0)
         f.write(page)
     return True
+
+
+def _schema_pages(f: BinaryIO, page_size: int) -> dict[int, bytes]:
+    """The pages of sqlite_schema by number, its first left out. Source: SQLite, file format, 1.6."""
+    found: dict[int, bytes] = {}
+    ahead = [1]
+    while ahead:
+        number = ahead.pop()
+        f.seek((number - 1) * page_size)
+        content = f.read(page_size)
+        if number != 1:
+            found[number] = content
+        start = 100 if number == 1 else 0
+        if content[start] == INNER_PAGE:
+            n_cells = int.from_bytes(content[start + 3 : start + 5], "big")
+            cells = (content[start + 12 + 2 * i : start + 14 + 2 * i] for i in range(n_cells))
+            places = [start + 8, *(int.from_bytes(cell, "big") for cell in cells)]
+            ahead += [int.from_bytes(content[at : at + 4], "big") for at in places]
+    return found
 
 
 def _try(source: Lenient, rows: _Rows, id: int) -> transfer.Exported | str:

@@ -52,6 +52,7 @@ ALTER TABLE blobs ADD COLUMN sample INTEGER;
 INSERT OR REPLACE INTO totals VALUES('base', 0, 0, 0);
 
 CREATE INDEX entries_by_tokens ON entries(fingerprint, base, cut_any, tokens);
+CREATE INDEX meta_by_family ON meta(family) WHERE base = 0;
 CREATE INDEX meta_by_use ON meta(class, use_order) WHERE base = 0;
 CREATE INDEX meta_by_expiry ON meta(expires_at) WHERE expires_at IS NOT NULL AND base = 0;
 CREATE TABLE IF NOT EXISTS prefixes(
