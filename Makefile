@@ -37,7 +37,7 @@ test: $(VENV)/.test
 	$(PY) -m pytest -n auto --dist loadfile
 
 test-slow: $(VENV)/.test
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -m slow -n auto --dist loadfile
 
 # The two commands of docs/encryption.md. Cipher and plain build exclude each other, so this is not in $(VENV).
 $(VENV)-encryption/.test: pyproject.toml setup.py kvstore/storage/keys.py $(NATIVE)

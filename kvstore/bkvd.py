@@ -35,9 +35,6 @@ Arguments are anything bytes-like and C-contiguous; they are not copied. The cal
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import struct
 import sys
 import threading
 from collections.abc import Sequence
@@ -48,51 +45,50 @@ import numpy.typing as npt
 
 from . import layout
 from ._native import ffi, lib
-from .errors import DeltaError, InvalidInputError, LayoutError
+from .bkvd_chain import ChainDecoder, compose
+from .bkvd_format import (
+    HEADER,
+    MAGIC,
+    VERSION,
+    Header,
+    check,
+    header,
+    is_delta,
+    parent_id,
+    sample_hash,
+    size,
+    wrong_parent,
+)
+from .errors import InvalidInputError, LayoutError
 from .types import Bytes, Delta, Section, Stream
 from .util.buffers import as_u8
+from .util.growing import Growing
 from .util.validate import U64, check_int
 
-MAGIC = 0x44564B42
-VERSION = 1
-MIN_SAVED = 16 << 20
+__all__ = [
+    "MAGIC",
+    "MIN_SAVED",
+    "SAMPLE_BYTES",
+    "VERSION",
+    "ChainDecoder",
+    "Header",
+    "compose",
+    "decode",
+    "encode",
+    "encode_parsed",
+    "header",
+    "is_delta",
+    "parent_id",
+    "sample_hash",
+    "size",
+]
 
-_HEADER = struct.Struct("<IIQQQQI")
+MIN_SAVED = 16 << 20
+SAMPLE_BYTES = 1 << 20  # hashed from each end of a state
+
 _PAGE = 1 << 16  # a multiple of every system's page size
 
 Run: TypeAlias = npt.NDArray[np.uint64]
-
-_MESSAGES = {
-    lib.KV_TRUNCATED: "truncated",
-    lib.KV_TRUNCATED_LITERAL: "truncated literal",
-    lib.KV_COPY_RANGE: "copy out of range",
-    lib.KV_UNKNOWN_OP: "unknown op",
-    lib.KV_SIZE_MISMATCH: "size mismatch",
-}
-
-
-def is_delta(blob: Any) -> bool:
-    """Whether `blob` starts with the full header of a delta of version 1."""
-    return _header(as_u8(blob, "blob")) is not None
-
-
-def parent_id(blob: Any) -> int:
-    """The id of the parent that a delta was encoded against; 0 if `blob` is not a delta."""
-    header = _header(as_u8(blob, "blob"))
-    return 0 if header is None else header[0]
-
-
-def size(blob: Any) -> int:
-    """The size of the state, as the header of a delta claims it; 0 if `blob` is not a delta."""
-    header = _header(as_u8(blob, "blob"))
-    return 0 if header is None else header[3]
-
-
-def sample_hash(blob: Any) -> int:
-    """The parent hash (see above) of a whole state."""
-    data = as_u8(blob, "blob")
-    with ffi.from_buffer("uint8_t[]", data) as p:
-        return int(lib.kv_sample_hash(p, data.size))
 
 
 def encode(
@@ -124,7 +120,7 @@ def encode(
 
 def _hopeless(child: Bytes, parent: Bytes, saved: int) -> bool:
     """Whether no delta can come of these states, whatever their layout is."""
-    return not child.size or not parent.size or child.size - saved < _HEADER.size or child[:4].tobytes() == b"BKVD"
+    return not child.size or not parent.size or child.size - saved < HEADER.size or child[:4].tobytes() == b"BKVD"
 
 
 def encode_parsed(
@@ -153,8 +149,8 @@ def encode_parsed(
     if encoded is None or encoded.shared < saved:
         return None
     hash_ = sample_hash(parent) if hash_ is None else check_int(hash_, "parent_hash", 0, U64)
-    header = _HEADER.pack(MAGIC, VERSION, parent_id, parent.size, hash_, child.size, encoded.n_ops)
-    encoded.data[: _HEADER.size] = np.frombuffer(header, np.uint8)
+    made = Header(parent_id, parent.size, hash_, child.size, encoded.n_ops)
+    encoded.data[: HEADER.size] = np.frombuffer(made.pack(), np.uint8)
     return encoded
 
 
@@ -166,29 +162,22 @@ def decode(delta: Any, parent: Any, parent_id: int, out: Any = None, *, parent_h
     MemoryError if there is no room for the state.
     """
     data = as_u8(delta, "delta")
-    header = _header(data)
-    if header is None:
-        raise DeltaError("not a shared state")
+    found = header(data)
     base = np.empty(0, np.uint8) if parent is None else as_u8(parent, "parent")
     if (
         parent is None
-        or header[0] != parent_id
-        or header[1] != base.size
-        or header[2] != (sample_hash(base) if parent_hash is None else parent_hash)
+        or found.parent_id != parent_id
+        or found.parent_size != base.size
+        or found.parent_hash != (sample_hash(base) if parent_hash is None else parent_hash)
     ):
-        raise DeltaError("its prefix is not in the cache", wrong_parent=True)
+        raise wrong_parent()
     total = ffi.new("uint64_t *")
     with ffi.from_buffer("uint8_t[]", data) as p, ffi.from_buffer("uint8_t[]", base) as q:
-        _check(lib.kv_check(p, data.size, base.size, total))
+        check(lib.kv_check(p, data.size, base.size, total))
         target = _output(out, int(total[0]), (data, base))
         with ffi.from_buffer("uint8_t[]", target, require_writable=True) as o:
-            _check(lib.kv_apply(p, data.size, q, base.size, o, target.size))
+            check(lib.kv_apply(p, data.size, q, base.size, o, target.size))
     return target
-
-
-def _check(code: int) -> None:
-    if code != lib.KV_OK:
-        raise DeltaError(_MESSAGES[code])
 
 
 def _output(out: Any, n: int, inputs: tuple[Bytes, ...]) -> Bytes:
@@ -205,14 +194,6 @@ def _output(out: Any, n: int, inputs: tuple[Bytes, ...]) -> Bytes:
     if any(np.may_share_memory(target, data) for data in inputs):
         raise InvalidInputError("out shares memory with the delta or its parent")
     return target
-
-
-def _header(data: Bytes) -> tuple[int, int, int, int] | None:
-    """Parent id, parent size, parent hash and size; None if `data` is not a delta."""
-    if data.size < _HEADER.size:
-        return None
-    magic, version, *fields, _ = _HEADER.unpack(data[: _HEADER.size].tobytes())
-    return (fields[0], fields[1], fields[2], fields[3]) if (magic, version) == (MAGIC, VERSION) else None
 
 
 def _pairs(ours: Sequence[Stream], theirs: Sequence[Stream]) -> tuple[list[tuple[int, ...]], Run]:
@@ -294,57 +275,10 @@ class _HashAhead:
         return self._hash
 
 
-# Smaller deltas are moved to the heap: the number of mappings of a process is limited, and a cache has many small deltas.
-_HEAP_BYTES = 1 << 20
-
-# madvise: populate the pages now, all at once (Linux 5.14; the mmap module does not name it). Encoding 64 MB of literals
-# took 32 ms with a page fault for each page, and takes 21 ms this way.
-_POPULATE_WRITE = 23
-
-
-class _Growing:
-    """Output that grows in small steps, so that at most one step is allocated but unused, and nothing is copied.
-
-    On Linux it is an anonymous mapping, since mremap moves pages instead of bytes. A realloc of a few MB may stay in the
-    heap, where it copies, and for a moment holds both blocks.
-    """
-
-    def __init__(self, room: int) -> None:
-        self.mapping: mmap.mmap | None = None
-        self.array: Bytes | None = None
-        if sys.platform == "linux":
-            self.mapping = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._populate(0, room)
-        else:
-            self.array = np.empty(room, np.uint8)
-
-    def grow(self, room: int) -> None:
-        if self.mapping is not None:
-            start = len(self.mapping)
-            self.mapping.resize(room)
-            self._populate(start, room)
-        elif self.array is not None:
-            self.array.resize(room, refcheck=False)
-
-    def _populate(self, start: int, stop: int) -> None:
-        if self.mapping is not None and stop > start:
-            with contextlib.suppress(OSError):
-                self.mapping.madvise(_POPULATE_WRITE, start, stop - start)
-
-    def buffer(self) -> Any:
-        return self.mapping if self.mapping is not None else self.array
-
-    def finish(self, n: int) -> Bytes:
-        if self.mapping is not None and n < _HEAP_BYTES:
-            return np.array(np.frombuffer(self.mapping, np.uint8, n))
-        self.grow(n)
-        return np.frombuffer(self.mapping, np.uint8, n) if self.mapping is not None else self.array  # type: ignore[return-value]
-
-
 def _encode(child: Bytes, parent: Bytes, sections: list[tuple[int, ...]], runs: Run, limit: int, content: bool) -> Delta | None:
     step = max(child.size // 512, 64 << 10) + _PAGE - 1 & -_PAGE
     room = step
-    out = _Growing(room)
+    out = Growing(room, mapped=sys.platform == "linux")
     e = ffi.new("kv_encoder *")
     with (
         ffi.from_buffer("uint8_t[]", child) as c,

@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from .errors import CorruptStoreError, InvalidInputError, KVStoreError, NotAStoreError, NotFoundError, StoreIOError
-from .storage import db, peek, queries, queries_lists, queries_maintenance
+from .errors import CorruptStoreError, InvalidInputError, KVStoreError, NotAStoreError, NotFoundError
+from .storage import db, peek, queries, queries_chains, queries_lists, queries_maintenance
 from .storage.entry_reader import Damaged
 from .store import backup as backups
 from .store import repair as repairs
@@ -22,10 +22,12 @@ from .store.store import ENTRIES_PER_PAGE, Store
 from .store.transfer import Exported
 from .store.verify import Problem, Progress
 from .types import CLASSES, Entry, EntryClass, FamilyStats, hex_id
+from .util import fsutil
 from .util.validate import U64, check_id, check_int, choice
 
 __all__ = [
-    "Exported", "Salvaged", "backup", "export", "families", "find", "fingerprint", "head", "listing", "parents", "repair",
+    "Exported", "Salvaged", "backup", "descendants", "export", "families",
+    "find", "fingerprint", "head", "lineage", "listed_parents", "listing", "parents", "repair",
     "restore", "salvage", "verify", "wipe",
 ]  # fmt: skip
 
@@ -115,7 +117,7 @@ def backup(store: Store, path: str | os.PathLike[str], *, progress: Progress | N
 
 
 def export(store: Store, id: int) -> Exported | None:
-    """An entry with all its data; None if there is no such entry. Raises CorruptStoreError if it is damaged."""
+    """An entry or base with all its data; None if there is no such entry. Raises CorruptStoreError if it is damaged."""
     store.flush()
     try:
         return transfer.export(store._core, id)
@@ -151,6 +153,7 @@ def listing(
     parent: int | None = None,
     shared: bool | None = None,
     text: str | None = None,
+    bases: bool | None = False,
 ) -> Iterator[Entry]:
     """The live entries that match all given filters.
 
@@ -158,6 +161,7 @@ def listing(
     read one row of each entry. Without an order, entries are read in pages, in no particular order. With an order, `limit`
     entries are in memory (without a limit: all). unused: never restored. idle: not used for this number of seconds. parent:
     stored against this id. shared: stored as a delta (True) or whole (False). text: in the excerpt, ignoring ASCII case.
+    bases: what is kept only because entries are stored against it, instead of entries (True) or with them (None).
     """
     if order is not None and order not in queries_lists.ORDERS:
         raise InvalidInputError(f"order is {order!r}", hint=f"give one of {', '.join(queries_lists.ORDERS)}")
@@ -177,6 +181,7 @@ def listing(
         parent=None if parent is None else check_id(parent),
         shared=shared,
         text=text,
+        base=bases,
     )
     return _listed(store, wanted, order, limit)
 
@@ -212,8 +217,42 @@ def parents(store: Store) -> Iterator[Entry]:
         after = ids[-1]
 
 
-def find(store: Store, start: str, limit: int = 100) -> list[Entry]:
-    """Up to `limit` entries whose hex id begins with `start` (1 to 16 digits), in the order of ids."""
+def listed_parents(store: Store, entries: Iterable[Entry]) -> dict[int, int]:
+    """By id of an entry, the nearest entry that it is stored against; the bases between them are passed over."""
+    store.flush()
+    found: dict[int, int] = {}
+    with store._core.db.read() as c:
+        for entry in entries:
+            parent = None if entry.parent is None else queries_chains.listed_parent(c, entry.id)
+            if parent is not None:
+                found[entry.id] = parent
+    return found
+
+
+def lineage(store: Store, id: int) -> list[Entry]:
+    """An entry or base with all that it is stored against, bases too, the whole one first; empty if there is none."""
+    store.flush()
+    core = store._core
+    with core.db.read() as c:
+        links = queries_chains.links(c, check_id(id))
+        found = [queries.entry(c, link.id, core.scope(c), bases=True) for link in reversed(links)]
+    return [core.with_uses(entry) for entry in found if entry is not None]
+
+
+def descendants(store: Store, id: int) -> list[Entry]:
+    """The live entries that are stored against this one, directly or through others, those with the most tokens first."""
+    store.flush()
+    core = store._core
+    with core.db.read() as c:
+        found = queries_chains.entries_below(c, check_id(id), core.scope(c), core.now())
+    return [core.with_uses(entry) for entry in found]
+
+
+def find(store: Store, start: str, limit: int = 100, *, bases: bool | None = False) -> list[Entry]:
+    """Up to `limit` entries whose hex id begins with `start` (1 to 16 digits), in the order of ids.
+
+    bases: as `listing` takes it.
+    """
     if not re.fullmatch("[0-9a-fA-F]{1,16}", start):
         raise InvalidInputError(f"{start!r} is not the start of an id", hint="ids are 1 to 16 hex digits")
     store.flush()
@@ -221,7 +260,8 @@ def find(store: Store, start: str, limit: int = 100) -> list[Entry]:
     low, high = int(start.ljust(16, "0"), 16), int(start.ljust(16, "f"), 16)
     with core.db.read() as c:
         # The first digit contains the sign bit, so all ids of the range have the same sign.
-        wanted = queries_lists.Filter(fingerprint=core.scope(c), ids=(queries.signed(low), queries.signed(high)))
+        ids = queries.signed(low), queries.signed(high)
+        wanted = queries_lists.Filter(fingerprint=core.scope(c), ids=ids, base=bases)
         found, _ = queries_lists.page(c, wanted, queries_lists.FIRST, check_int(limit, "limit", 1), core.now())
     return [core.with_uses(entry) for entry in found]
 
@@ -255,7 +295,7 @@ def wipe(store: Store) -> None:
 def _existing(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     if not os.path.exists(text):
-        raise StoreIOError(f"{text} does not exist", path=text, hint="give the path of a kvstore file")
+        raise fsutil.MissingFileError(text)
     peek.refuse_other_kinds(text)
     text = db.resolve(text)
     db.refuse_network_filesystem(text)

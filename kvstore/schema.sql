@@ -2,9 +2,9 @@
 --
 -- What must hold, always, in every committed state of the file (`kvstore verify` checks each by the name given):
 --   whole-entry      an entry has one row in meta and one 'main' blob; a 'draft' blob is optional.
---   delta-parent     a blob of kind 'bkvd' belongs to an entry with a parent; that parent exists, has fewer tokens, and its
---                    state of the same part has the size and sample hash that the delta's header records. A chain of parents
---                    ends in a whole state.
+--   delta-parent     a blob of kind 'bkvd' belongs to an entry with a parent; that parent exists, has fewer tokens or is
+--                    whole, and its state of the same part has the size and sample hash that the delta's header records. A chain
+--                    of parents ends in a whole state.
 --   base             an entry with base = 1 is kept only because others are stored against it: there is at least one. It is
 --                    not listed, matched or counted, and goes with the last entry that needs it. meta.base is the same.
 --   chunks-complete  the chunks of a blob that belongs to an entry are numbered 0..n-1 and add up to `stored` bytes.
@@ -13,9 +13,10 @@
 --   staged           a blob without an entry is being written: its row names the writer. It is never served, and goes
 --                    soon after its put failed, or its process ended.
 --   totals           `totals` holds the sums over meta, those of bases in a row of their own.
---   cuts             an entry with cut_any = 0 and base = 0 has in `cuts` the token counts, short of the whole, that it can serve.
---   prefixes         an entry with cut_any = 0 and base = 0 has in `prefixes` its own token count and those of its cuts, no others, each
---                    with the hash of that many leading tokens, or NULL.
+--   cuts             an entry with cut_any = 0 and base = 0 has in `cuts` the token counts, short of the whole, that it can
+--                    serve.
+--   prefixes         an entry with cut_any = 0 and base = 0 has in `prefixes` its own token count and those of its cuts, no
+--                    others, each with the hash of that many leading tokens, or NULL.
 --
 -- Ids are unsigned 64-bit integers, held as SQLite's signed ones: printf('%016x', id) shows them as everywhere else.
 -- Times are unix seconds. Sizes are bytes. Tokens are int32, little-endian: in memcmp order the entries that share the
@@ -71,7 +72,6 @@ CREATE TABLE meta(
   base       INTEGER NOT NULL DEFAULT 0 CHECK(base IN (0, 1))    -- as in entries
 ) STRICT;
 CREATE INDEX meta_by_parent ON meta(parent) WHERE parent IS NOT NULL;
-CREATE INDEX meta_by_family ON meta(family) WHERE base = 0;
 CREATE INDEX meta_by_use ON meta(class, use_order) WHERE base = 0;
 CREATE INDEX meta_by_expiry ON meta(expires_at) WHERE expires_at IS NOT NULL AND base = 0;
 
@@ -218,8 +218,8 @@ FROM blobs b WHERE b.entry IS NOT NULL
 ORDER BY b.stored DESC;
 
 CREATE VIEW savings AS
-SELECT class, entries, round(size / 1048576.0, 2) AS mib, round(stored / 1048576.0, 2) AS stored_mib,
-       round((size - stored) / 1048576.0, 2) AS shared_mib
+SELECT class, entries, round(iif(class = 'base', 0, size) / 1048576.0, 2) AS mib, round(stored / 1048576.0, 2) AS stored_mib,
+       round((iif(class = 'base', 0, size) - stored) / 1048576.0, 2) AS shared_mib
 FROM totals;
 
 -- Additions. A file that lacks any of what stands below gets it when it is opened for writing, so every statement may run
@@ -240,7 +240,8 @@ CREATE TABLE IF NOT EXISTS prefixes(
 CREATE INDEX IF NOT EXISTS prefixes_by_fingerprint ON prefixes(fingerprint);
 CREATE INDEX IF NOT EXISTS prefixes_by_entry ON prefixes(entry);
 CREATE INDEX IF NOT EXISTS prefixes_unhashed ON prefixes(id) WHERE hash IS NULL;
--- Which entries that can be cut, and which bases, are a prefix of a token sequence: by count and last tokens, for a put among many that part one by one.
+-- Which entries that can be cut, and which bases, are a prefix of a token sequence: by count and last tokens, for a put among
+-- many that part one by one.
 CREATE INDEX IF NOT EXISTS entries_by_end ON entries(fingerprint, n_tokens, substr(tokens, -64)) WHERE cut_any = 1 OR base = 1;
 CREATE INDEX IF NOT EXISTS meta_by_last_used ON meta(last_used) WHERE base = 0;
 CREATE INDEX IF NOT EXISTS meta_by_family_use ON meta(family, use_order) WHERE base = 0;
@@ -304,7 +305,7 @@ END;
 DROP TRIGGER IF EXISTS entries_deleted;
 CREATE TRIGGER entries_deleted BEFORE DELETE ON entries BEGIN
   DELETE FROM entries WHERE id IN (WITH RECURSIVE down(id) AS (
-    SELECT entry FROM meta WHERE parent = old.id UNION SELECT m.entry FROM down d JOIN meta m ON m.parent = d.id)
+    SELECT entry FROM meta WHERE parent = old.id UNION SELECT m.entry FROM down d CROSS JOIN meta m ON m.parent = d.id)
     SELECT id FROM down);
 END;
 DROP TRIGGER IF EXISTS entry_gone;
@@ -317,26 +318,27 @@ CREATE TRIGGER entry_gone AFTER DELETE ON entries BEGIN
 END;
 DROP TRIGGER IF EXISTS bases_gone;
 CREATE TRIGGER bases_gone AFTER DELETE ON meta
-WHEN EXISTS (SELECT 1 FROM meta WHERE entry = old.parent AND base = 1) BEGIN
+WHEN EXISTS (SELECT 1 FROM meta WHERE entry = old.parent AND base = 1)
+  AND NOT EXISTS (SELECT 1 FROM entries WHERE id = old.entry) BEGIN
   DELETE FROM entries WHERE id IN (WITH RECURSIVE up(id) AS (
     SELECT entry FROM meta m WHERE entry = old.parent AND base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> old.entry)
-    UNION SELECT m.entry FROM up u JOIN meta x ON x.entry = u.id JOIN meta m ON m.entry = x.parent WHERE m.base = 1
+    UNION SELECT m.entry FROM up u CROSS JOIN meta x ON x.entry = u.id CROSS JOIN meta m ON m.entry = x.parent WHERE m.base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> u.id)) SELECT id FROM up);
   DELETE FROM chunks WHERE blob IN (SELECT id FROM blobs WHERE entry IN (WITH RECURSIVE up(id) AS (
     SELECT entry FROM meta m WHERE entry = old.parent AND base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> old.entry)
-    UNION SELECT m.entry FROM up u JOIN meta x ON x.entry = u.id JOIN meta m ON m.entry = x.parent WHERE m.base = 1
+    UNION SELECT m.entry FROM up u CROSS JOIN meta x ON x.entry = u.id CROSS JOIN meta m ON m.entry = x.parent WHERE m.base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> u.id)) SELECT id FROM up));
   DELETE FROM blobs WHERE entry IN (WITH RECURSIVE up(id) AS (
     SELECT entry FROM meta m WHERE entry = old.parent AND base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> old.entry)
-    UNION SELECT m.entry FROM up u JOIN meta x ON x.entry = u.id JOIN meta m ON m.entry = x.parent WHERE m.base = 1
+    UNION SELECT m.entry FROM up u CROSS JOIN meta x ON x.entry = u.id CROSS JOIN meta m ON m.entry = x.parent WHERE m.base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> u.id)) SELECT id FROM up);
   DELETE FROM meta WHERE entry IN (WITH RECURSIVE up(id) AS (
     SELECT entry FROM meta m WHERE entry = old.parent AND base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> old.entry)
-    UNION SELECT m.entry FROM up u JOIN meta x ON x.entry = u.id JOIN meta m ON m.entry = x.parent WHERE m.base = 1
+    UNION SELECT m.entry FROM up u CROSS JOIN meta x ON x.entry = u.id CROSS JOIN meta m ON m.entry = x.parent WHERE m.base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> u.id)) SELECT id FROM up);
 END;
 

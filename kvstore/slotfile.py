@@ -251,7 +251,9 @@ def load(path: str | os.PathLike[str]) -> Bytes:
             if not size:
                 return _to_the_end(f)
     except FileNotFoundError as error:
-        raise MissingSlotFileError(str(fsutil.error_of(error, path, "read").message), hint="check the path") from error
+        missing = MissingSlotFileError(fsutil.error_of(error, path, "read").message, hint="check the path")
+        missing.errno, missing.filename = error.errno, error.filename
+        raise missing from error
     except OSError as error:
         raise fsutil.error_of(error, path, "read", kind=SlotFileError) from error
     if at < size:

@@ -162,11 +162,11 @@ class FamilyStats:
 
 # Reasons why a put stores a state whole.
 WHOLE: dict[str, str] = {
-    "no_prefix": "no learned prefix is stored",
+    "no_prefix": "no stored entry is a prefix",
     "saves_too_little": "a delta saves too little",
     "unknown_layout": "its layout, or the layout of its prefix, is not understood",
     "not_asked": "sharing was turned off, or the imported entry was whole",
-    "learned": "learned prefixes are stored whole",
+    "learned": "learned, and no stored entry is a prefix",
     "damaged_prefix": "its prefix is damaged",
 }
 
@@ -198,6 +198,8 @@ class Stats:
     upkeep_failures: int  # of that thread since the Store was opened; each was logged
     n_families: int
     families: tuple[FamilyStats, ...]  # the most used ones, 100 at most; operate.families gives all
+    bases: int  # kept only because entries are stored against them; not among `entries`, nor their bytes as put in `size`
+    base_bytes: int  # bytes of bases in chunks, which are part of `stored`
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""

@@ -29,7 +29,7 @@ from kvstore import (
 )
 
 BASE = list(range(1, 101))
-PAGE = 65536
+PAGE = 8192
 Dump = dict[int, tuple[bytes, bytes, "bytes | None", str, "int | None"]]
 
 
@@ -330,7 +330,7 @@ def test_reindex(damaged: tuple[Path, list[int], Dump]) -> None:
     edit(
         path, "PRAGMA writable_schema = 1",
         "CREATE TABLE elsewhere(a)",
-        "UPDATE sqlite_schema SET sql = 'CREATE INDEX meta_by_family ON meta(hits)' WHERE name = 'meta_by_family'",
+        "UPDATE sqlite_schema SET sql = 'CREATE INDEX meta_by_parent ON meta(hits)' WHERE name = 'meta_by_parent'",
     )  # fmt: skip
     problems = operate.verify(path)
     assert {p.invariant for p in problems} == {"sqlite"}

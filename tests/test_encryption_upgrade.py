@@ -70,7 +70,7 @@ def test_every_odd_case(path: Path, seed: int, caplog: pytest.LogCaptureFixture)
     assert sorted(p.name for p in path.parent.iterdir()) == [path.name, backup.name]
     assert in_the_clear(path.parent) == set()
     with Store(path, key=KEY) as store, store._core.db.read() as c:
-        assert [c.pragma(name) for name in ("page_size", "auto_vacuum", "journal_mode")] == [65536, 2, "wal"]
+        assert [c.pragma(name) for name in ("page_size", "auto_vacuum", "journal_mode")] == [8192, 2, "wal"]
     # The backup is a store like the one it was.
     shutil.copy(backup, path.with_name("again"))
     assert upgrade.dry_run(path.with_name("again"), key=KEY).from_version == 1

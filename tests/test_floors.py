@@ -16,7 +16,7 @@ ARCHITECTURE = (ROOT.parent / "ARCHITECTURE.md").read_text(encoding="utf-8")
 FLOORS: list[set[str]] = [
     {"errors", "native", "types"},
     {"util"},
-    {"bkvd", "layout", "meta", "slotfile"},
+    {"bkvd", "bkvd_chain", "bkvd_format", "layout", "meta", "slotfile"},
     {"storage", "migrations"},
     {"fleet"},
     {"store"},
@@ -33,9 +33,9 @@ ALONE = {
     "aiohttp": {"engines.proxy.http_client"},
     "apsw": {"storage.sqlite"},
     "cffi": {"native.build"},
+    "kvstore._native": {"bkvd", "bkvd_chain", "bkvd_format"},
     "cryptography": {"fleet.sealing"},
     "obstore": {"fleet.object_store"},
-    "kvstore._native": {"bkvd"},
     "xxhash": {"util.hashing"},
 }
 

@@ -53,7 +53,7 @@ def broken(path: Path, sql: str, ids: Ids, *, triggers: bool = True) -> set[tupl
 
 def test_every_invariant_has_a_test() -> None:
     named = re.findall(r"^--   ([a-z-]+)  +\S", schema_sql(), re.MULTILINE)
-    assert len(named) == 9
+    assert len(named) == 10
     assert {f"test_{name.replace('-', '_')}" for name in named} <= set(globals())
 
 
@@ -69,13 +69,30 @@ def test_whole_entry(path: Path, ids: Ids, sql: str) -> None:
     [
         ("UPDATE meta SET parent = NULL WHERE entry = <child>", "child"),
         ("UPDATE meta SET parent = 77 WHERE entry = <child>", "child"),
-        ("UPDATE meta SET parent = <cuts> WHERE entry = <parent>", "child"),
+        ("DELETE FROM blobs WHERE entry = <parent>", "child"),
+        ("UPDATE blobs SET sample = sample + 1 WHERE entry = <parent>", "parent"),
+        ("UPDATE blobs SET kind = 'bkvd' WHERE entry = <parent>", "parent"),
         ("UPDATE meta SET parent = <draft> WHERE entry = <child>", "child"),
         ("DELETE FROM entries WHERE id = <parent>", "child"),
     ],
 )
 def test_delta_parent(path: Path, ids: Ids, sql: str, entry: str) -> None:
     assert ("delta-parent", entry) in broken(path, sql, ids, triggers=False)
+
+
+@pytest.mark.parametrize(
+    ("sql", "entry"),
+    [
+        ("UPDATE entries SET base = 1 WHERE id = <draft>", "draft"),
+        ("UPDATE entries SET base = 1 WHERE id = <child>", "child"),
+        ("UPDATE meta SET base = 1 WHERE entry = <parent>", "parent"),
+    ],
+)
+def test_base(path: Path, ids: Ids, sql: str, entry: str) -> None:
+    assert ("base", entry) in broken(path, sql, ids)
+    with Store(path) as store:
+        operate.repair(store, store.verify())
+        assert store.verify() == []
 
 
 @pytest.mark.parametrize(
@@ -113,6 +130,7 @@ def test_digest(path: Path, ids: Ids, sql: str, entry: str) -> None:
         ("chunks", "UPDATE chunks SET blob = 77 WHERE seq = 1"),
         ("cuts", "UPDATE cuts SET entry = 77"),
         ("fingerprints", "DELETE FROM fingerprints"),
+        ("parent", "UPDATE meta SET parent = <cuts> WHERE entry = <parent>"),
     ],
 )
 def test_no_orphan(path: Path, ids: Ids, table: str, sql: str) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 import legacykit
 import pytest
 import storekit
-from kvstore.migrations.v2 import step as step_2
 from legacykit import Legacy, delta
 
 from kvstore import BusyError, MigrationError, NewerStoreError, NotAStoreError, ReadOnlyError, Store, migrations
@@ -78,7 +77,6 @@ def test_an_upgraded_file_is_as_a_new_one(path: Path, tmp_path: Path) -> None:
     with closing(sqlite3.connect(path)) as c:
         pragmas = [c.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_size", "auto_vacuum", "journal_mode")]
     assert pragmas == [geometry.PAGE_SIZE, db.AUTO_VACUUM, db.JOURNAL_MODE]
-    assert step_2.CHUNK_BYTES == geometry.CHUNK_BYTES
 
 
 @pytest.mark.parametrize("name", sorted(p.name.partition(".")[0] for p in GOLDEN.glob("*.db.gz")))
@@ -116,7 +114,8 @@ def rows(path: Path, sql: str) -> list[tuple[object, ...]]:
 def test_version_2_is_upgraded_in_place_and_no_state_is_written(path: Path) -> None:
     tables = [
         "SELECT id, entry, part, kind, size, stored, digest, writer FROM blobs", "SELECT id, blob, seq, data FROM chunks",
-        "SELECT id, fingerprint, cut_any, n_tokens, tokens, head FROM entries", "SELECT rootpage FROM sqlite_schema WHERE name = 'chunks'",
+        "SELECT id, fingerprint, cut_any, n_tokens, tokens, head FROM entries",
+        "SELECT rootpage FROM sqlite_schema WHERE name = 'chunks'",
     ]  # fmt: skip
     before = [rows(second(path), sql) for sql in tables]
     inode = path.stat().st_ino

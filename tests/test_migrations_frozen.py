@@ -18,7 +18,7 @@ from kvstore.migrations.v2 import step as step_2
 from kvstore.migrations.v3 import step as step_3
 
 from kvstore import MigrationError, Store, migrations
-from kvstore.storage import db, geometry, peek
+from kvstore.storage import db, peek
 from kvstore.storage.db import Database
 from kvstore.storage.policy import cuts_of
 
@@ -138,7 +138,6 @@ def test_cuts_and_chunks_are_as_this_version_has_them(name: str) -> None:
         state = storekit.slotfile.read(STATES / name).state
         mine, own = step_2._cuts(state, 134), cuts_of(state, 134)
         assert (mine.any, mine.counts) == (own.any, own.counts)
-        assert (step_2.CHUNK_BYTES, step_2.PAGE_SIZE) == (geometry.CHUNK_BYTES, geometry.PAGE_SIZE)
 
 
 def test_every_file_of_a_step_is_installed() -> None:

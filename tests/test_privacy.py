@@ -145,7 +145,7 @@ def test_encrypted(path: Path, tmp_path: Path) -> None:
         entry = store.put(TOKENS, secret, excerpt=EXCERPT)
         big = store.put([1, 2], noise(1, 3 << 20))
         with store._core.db.read() as c:
-            assert c.pragma("page_size") == 65536
+            assert c.pragma("page_size") == 8192
             assert c.pragma("journal_mode") == "wal"
         operate.backup(store, tmp_path / "copy")
         assert left(tmp_path, [*needles(TOKENS, secret), b"SQLite format 3", b"CREATE TABLE"]) == {}

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import apsw
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from storekit import noise, recurrent_state, state
+from storekit import connect, noise, recurrent_state, state
 
 from kvstore import LayoutError, NotFoundError, Store, layout
+from kvstore.storage.queries import signed, unsigned
 
 Tokens = tuple[int, ...]
 FORMS = ["any", "any", "any", "none", "cuts"]
@@ -105,6 +108,21 @@ class StoreMachine(RuleBasedStateMachine):
         counts = tuple(n for n in (10, 20, 30) if n < len(tokens))
         return recurrent_state(len(tokens), counts), counts
 
+    def connect(self) -> apsw.Connection:
+        return connect(Path(self.folder.name) / "kv")
+
+    def n_tokens(self, id: int) -> int:
+        with closing(self.connect()) as c:
+            return int(c.execute("SELECT n_tokens FROM entries WHERE id = ?", (signed(id),)).get)
+
+    def below(self, id: int) -> set[int]:
+        """The entries that are stored against one, at any depth."""
+        sql = """WITH RECURSIVE d(id) AS (SELECT entry FROM meta WHERE parent = ?1
+ UNION SELECT m.entry FROM d JOIN meta m ON m.parent = d.id)
+ SELECT m.entry FROM d JOIN meta m ON m.entry = d.id WHERE m.base = 0"""
+        with closing(self.connect()) as c:
+            return {unsigned(row[0]) for row in c.execute(sql, (signed(id),))}
+
     def drop(self, removed: list[int]) -> None:
         for id in removed:
             self.model.pop(id, None)
@@ -138,11 +156,10 @@ class StoreMachine(RuleBasedStateMachine):
         entry = self.store.entry(given.id)
         assert entry is not None
         assert (entry.n_tokens, entry.size) == (len(tokens), len(main) + len(second or b""))
+        if entry.parent in self.model:
+            assert prefix_of(self.model[entry.parent].tokens, tokens)
         if entry.parent is not None:
-            # The parent is the longest learned proper prefix.
-            learned = [e for e in self.live().values() if e.entry_class == "learned" and prefix_of(e.tokens, tokens)]
-            assert entry.parent in {e.id for e in learned}
-            assert len(self.model[entry.parent].tokens) == max(len(e.tokens) for e in learned)
+            assert self.n_tokens(entry.parent) < len(tokens)
         here = {e.id for e in self.store.entries()}
         for old in list(self.live().values()):
             if old.id not in here:
@@ -192,7 +209,8 @@ class StoreMachine(RuleBasedStateMachine):
         known = self.pick(data)
         if known is None:
             return
-        kids = [e.id for e in self.store.entries() if e.parent == known.id]
+        self.store.flush()
+        kids = self.below(known.id)
         saved = self.store.take(known.id)
         if known.id not in self.live():
             assert saved is None
@@ -225,7 +243,8 @@ class StoreMachine(RuleBasedStateMachine):
         known = self.pick(data)
         if known is None:
             return
-        kids = {e.id for e in self.store.entries() if e.parent == known.id}
+        self.store.flush()
+        kids = self.below(known.id) & set(self.live())
         removed = self.store.delete(known.id, children=children)
         gone = set(removed) & set(self.live()) - {known.id}
         assert gone <= kids
@@ -248,7 +267,6 @@ class StoreMachine(RuleBasedStateMachine):
         entry = self.store.set(known.id, entry_class=entry_class, ttl=ttl)
         if entry_class is not None:
             known.entry_class, known.source = entry_class, "request"
-            assert entry_class != "learned" or entry.parent is None
         if ttl is not None:
             known.expires_at = None if ttl == 0 else self.now() + ttl
         assert (entry.entry_class, entry.expires_at) == (known.entry_class, known.expires_at)
@@ -288,7 +306,6 @@ class StoreMachine(RuleBasedStateMachine):
         }
         for id, entry in entries.items():
             assert entry.hits == live[id].hits
-            assert (entry.parent is None) or (entry.entry_class != "learned")
 
     @invariant()
     def ram_keeps_its_budget(self) -> None:

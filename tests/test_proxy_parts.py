@@ -170,9 +170,9 @@ def test_timings_are_found_in_the_end_of_an_answer() -> None:
     last = json.dumps({"content": "x", "timings": timings}, separators=(",", ":"))
     answer = f'{{"content":{told}}}\n{last}'.encode()
     parse_timings = LlamaServerBackend(FakeServer(), ".").parse_timings
-    assert parse_timings(answer) == Timings(5, 2, 1.5, 3)
-    assert parse_timings(f"{told}".encode()) is None
-    assert parse_timings(b'{"timings":{"cache_n":null}}') is None
+    assert parse_timings(b"", answer) == Timings(5, 2, 1.5, 3)
+    assert parse_timings(b"", f"{told}".encode()) is None
+    assert parse_timings(b"", b'{"timings":{"cache_n":null}}') is None
 
 
 def test_chat_that_continues() -> None:
@@ -207,6 +207,11 @@ class FakeServer:
         return {"tokens": [*start, *(ord(c) for c in body["content"])]}
 
 
+def _filled(tokenizer: Tokenizer, prompt: Any) -> Any:
+    asyncio.run(tokenizer.fill(prompt))
+    return prompt.tokens
+
+
 def _prompt(text: str) -> Any:
     return parse("/completion", json.dumps({"prompt": text}).encode())
 
@@ -217,7 +222,7 @@ def test_long_prompts_are_tokenized_from_the_end_of_a_known_one() -> None:
     known, longer = "a" * 5000, "a" * 5000 + "b" * 20
     asyncio.run(tokenizer.fill(_prompt(known)))
     second = _prompt(longer)
-    tokens = asyncio.run(tokenizer.fill(second))
+    tokens = _filled(tokenizer, second)
     assert server.asked == [known, "b" * 20]
     assert tokens.tolist() == [1, *(ord(c) for c in longer)]
     assert tokenizer.reconcile(second, tokens, len(tokens))
@@ -248,9 +253,9 @@ def test_start_token_that_only_one_side_adds_is_learned() -> None:
     server = FakeServer()
     tokenizer = Tokenizer(LlamaServerBackend(server, "."))
     prompt = _prompt("hello")
-    tokens = asyncio.run(tokenizer.fill(prompt))
+    tokens = _filled(tokenizer, prompt)
     assert not tokenizer.reconcile(prompt, tokens[1:], len(tokens) - 1)
-    assert asyncio.run(tokenizer.fill(_prompt("hello"))).tolist() == tokens[1:].tolist()
+    assert _filled(tokenizer, _prompt("hello")).tolist() == tokens[1:].tolist()
     assert tokenizer.mismatches == 1
 
 

@@ -173,7 +173,8 @@ ODD = {
         {"large"},
     ),
     "the last chunk of an entry": (
-        "DELETE FROM chunks WHERE seq = 2 AND blob IN (SELECT id FROM blobs WHERE {is entry} {large})",
+        "DELETE FROM chunks WHERE id = (SELECT max(id) FROM chunks WHERE blob IN"
+        " (SELECT id FROM blobs WHERE {is entry} {large} AND part = 'main'))",
         {"large"},
     ),
     "all chunks": ("DELETE FROM chunks", {"parent", "child 1", "child 2", "large", "expiring", "cut"}),

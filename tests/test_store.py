@@ -140,24 +140,17 @@ def test_get_of_an_unknown_id_is_none(store: Store) -> None:
 # -- sharing
 
 
-def test_the_parent_is_the_longest_learned_proper_prefix(store: Store) -> None:
+def test_the_parent_is_the_longest_proper_prefix(store: Store) -> None:
+    """Learned or not, itself a delta or not."""
     short = put(store, PREFIX[:40], entry_class="learned")
     middle = put(store, PREFIX[:70], entry_class="learned")
-    put(store, PREFIX[:80], entry_class="pinned")
+    pinned = put(store, PREFIX[:80], entry_class="pinned")
     put(store, [*PREFIX[:70], 5, 6], entry_class="learned")
-    assert put(store, PREFIX).parent == middle.id
+    assert (middle.parent, pinned.parent) == (short.id, middle.id)
+    assert put(store, PREFIX).parent == pinned.id
     assert put(store, [*PREFIX[:40], 1]).parent == short.id
     assert put(store, [*PREFIX[:39], 1]).parent is None
-
-
-def test_a_normal_or_pinned_entry_is_no_parent(store: Store) -> None:
-    put(store, PREFIX[:50], entry_class="pinned")
-    assert put(store, PREFIX).parent is None
-
-
-def test_a_learned_entry_is_whole(store: Store) -> None:
-    put(store, PREFIX[:50], entry_class="learned")
-    assert put(store, PREFIX, entry_class="learned").parent is None
+    assert store.verify() == []
 
 
 def test_a_pinned_entry_may_be_a_delta(store: Store) -> None:
@@ -459,12 +452,12 @@ def test_set_changes_class_and_source(store: Store) -> None:
         store.set(77, ttl=5)
 
 
-def test_an_entry_that_becomes_learned_becomes_whole(store: Store) -> None:
-    put(store, PREFIX[:50], entry_class="learned")
+def test_an_entry_that_becomes_learned_stays_as_it_is_stored(store: Store) -> None:
+    prefix = put(store, PREFIX[:50], entry_class="learned")
     entry = put(store, PREFIX)
-    assert entry.parent is not None
+    assert entry.parent == prefix.id
     changed = store.set(entry.id, entry_class="learned")
-    assert (changed.parent, changed.stored) == (None, changed.size)
+    assert (changed.parent, changed.stored) == (prefix.id, entry.stored)
     assert put(store, [*PREFIX, 1, 2]).parent == entry.id
     assert store.verify() == []
 

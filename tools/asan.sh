@@ -9,6 +9,6 @@ export KVSTORE_SANITIZE=1
 export PYTHONPATH="$PWD/.asan/lib:$PWD/tests" PYTHONMALLOC=malloc
 export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 cd .asan
-[ $# -gt 0 ] || set -- ../tests/test_bkvd.py ../tests/test_bkvd_content.py ../tests/test_bkvd_vectors.py
+[ $# -gt 0 ] || set -- ../tests/test_bkvd.py ../tests/test_bkvd_chain.py ../tests/test_bkvd_content.py ../tests/test_bkvd_vectors.py
 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" exec "$python" -m pytest -q \
     -c ../pyproject.toml --rootdir .. -p no:cacheprovider "$@"

@@ -10,7 +10,8 @@ SELECT id, tokens, mib, stored_mib, class, age, used, expires_in, parent, excerp
 -- One entry in full. Ids may be shortened: give the first digits. (Here: the entry used last.)
 SELECT * FROM ls WHERE id LIKE substr((SELECT id FROM ls LIMIT 1), 1, 6) || '%';
 
--- The tree of every family: a learned prefix, and below it the entries that are stored as deltas against it.
+-- The tree of every family: a whole entry, and below each what is stored as a delta against it. Bases are among them: entries
+-- that are kept only because others need them.
 SELECT * FROM tree;
 
 -- The tree of one family. (Here: of the largest.)
@@ -19,10 +20,11 @@ SELECT * FROM tree WHERE family = (SELECT family FROM family_list LIMIT 1);
 -- Families: entries that share a system block; how often one was stored, and how often a stored one served.
 SELECT * FROM family_list;
 
--- What takes the space: `frees_mib` is what deleting the entry gives back, with the entries stored against it.
+-- What takes the space: `frees_mib` is what deleting the entry gives back, with all that is stored against it and the bases
+-- that only it needs.
 SELECT * FROM biggest LIMIT 20;
 
--- What was never used: never restored, and no parent of an entry that was.
+-- What was never used: never restored, and nothing was that is stored against it.
 SELECT * FROM unused;
 
 -- What was never used and is older than a week.
@@ -55,7 +57,7 @@ SELECT 'meta' AS "table", count(*) AS orphans FROM meta WHERE entry NOT IN (SELE
 UNION ALL SELECT 'blobs', count(*) FROM blobs WHERE entry NOT IN (SELECT id FROM entries)
 UNION ALL SELECT 'chunks', count(*) FROM chunks WHERE blob NOT IN (SELECT id FROM blobs);
 
--- To delete an entry (without -readonly), those stored against it go with it. Delete from `entries` and no other table:
+-- To delete an entry (without -readonly): all that is stored against it goes with it. Delete from `entries` and no other table:
 --     DELETE FROM entries WHERE printf('%016x', id) LIKE '3f2a%';
 -- All that was never used and is older than a week:
 --     DELETE FROM entries WHERE printf('%016x', id) IN (SELECT id FROM unused)

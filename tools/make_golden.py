@@ -36,6 +36,12 @@ def fill(path: Path) -> None:
             tokens = [*SYSTEM, *range(1000 * (n + 1), 1000 * (n + 1) + 40)]
             store.put(tokens, storekit.state(tokens), draft=storekit.state(tokens, layers=1), n_system=200,
                       excerpt=f"Question {n}", n_input=len(tokens) - 3)  # fmt: skip
+        tokens = [*SYSTEM, *range(40)]
+        for n in range(4):  # a conversation: its turns become bases
+            tokens = [*tokens, *range(9000 + 100 * n, 9030 + 100 * n)]
+            store.put(tokens, storekit.state(tokens), n_system=200, excerpt=f"Turn {n}")
+        branch = [*tokens[:-30], *range(30)]  # the last answer, made again
+        store.put(branch, storekit.state(branch), n_system=200, excerpt="Turn 3 again")
         store.put([7, 8, 9], storekit.noise(1, 5000), entry_class="pinned", source="request", ttl=FAR_AWAY, n_images=2)
         store.put([-1, 2**31 - 1, -(2**31)], b"\x00", excerpt="no layout")
         tokens = list(range(5000, 5060))

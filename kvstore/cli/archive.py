@@ -1,12 +1,12 @@
 """The format of exports: a folder, or a tar archive, with these files for each entry:
 
-    <id>.json     format, fingerprint, number of images, whether it was put from a file
+    <id>.json     format, fingerprint, number of images, whether it was put from a file, whether it is a base
     <id>.meta     the meta block, 512 bytes (see `kvstore.meta`)
     <id>.draft    the draft model's state, if there is one
     <id>.bin      a slot file with the tokens and the state: the same bytes, if the entry was put from one
 
-The slot file is written last. Deltas are exported as whole states. Parents come before their children, so that an import
-can store the children as deltas again.
+The slot file is written last. Deltas are exported as whole states. Parents come before their children, and bases with the
+entries that need them, so that an import can store the children as deltas again.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def parts_of(item: Exported) -> dict[str, list[bytes | memoryview]]:
         "n_images": item.n_images,
         "from_file": item.head is not None,
         "draft": item.draft is not None,
+        "base": item.base,
     }
     parts: dict[str, list[bytes | memoryview]] = {
         ".json": [json.dumps(facts, ensure_ascii=False, indent=2).encode() + b"\n"],
@@ -134,7 +135,7 @@ def build(parts: dict[str, Any]) -> Exported:
     try:
         facts = json.loads(bytes(parts[".json"]))
         fingerprint, n_images, from_file = str(facts["fingerprint"]), int(facts["n_images"]), bool(facts["from_file"])
-        wants_draft = bool(facts["draft"])
+        wants_draft, is_base = bool(facts["draft"]), bool(facts.get("base", False))  # older exports have no bases
         if facts["format"] != FORMAT:
             raise InvalidInputError(f"the export has the unknown format {facts['format']}", hint="upgrade kvstore")
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -153,6 +154,7 @@ def build(parts: dict[str, Any]) -> Exported:
         fingerprint=fingerprint,
         n_images=n_images,
         head=slotfile.head_of(file) if from_file else None,
+        base=is_base,
     )
 
 

@@ -179,17 +179,21 @@ def _read_key(key_file: str) -> str:
 
 def open_store(path: str, key_file: str | None = None, *, create: bool = False, readonly: bool = True, **more: Any) -> Store:
     if not create and not os.path.exists(path):
-        raise StoreIOError(f"{path} does not exist", path=path, hint="give the path of a kvstore file")
+        raise fsutil.MissingFileError(path)
     return Store(path, readonly=readonly, cache_ram_mib=more.pop("cache_ram_mib", 0), key=key_of(key_file), **more)
 
 
-def find(store: Store, wanted: Sequence[str]) -> list[Entry]:
-    """The entries with these ids, which may be shortened to a unique prefix. Raises NotFoundError, InvalidInputError."""
+def find(store: Store, wanted: Sequence[str], *, bases: bool | None = False) -> list[Entry]:
+    """The entries with these ids, which may be shortened to a unique prefix. Raises NotFoundError, InvalidInputError.
+
+    bases: as `operate.listing` takes it.
+    """
     prefixes = [w.lower() for w in wanted]
     for text in prefixes:
         if not re.fullmatch("[0-9a-f]{1,16}", text):
             raise InvalidInputError(f"{text!r} is not an id", hint="ids are 1 to 16 hex digits: see `kvstore ls`")
-    return [_only(prefix, operate.find(store, prefix, MAX_COUNTED + 1)) for prefix in dict.fromkeys(prefixes)]
+    found = ((prefix, operate.find(store, prefix, MAX_COUNTED + 1, bases=bases)) for prefix in dict.fromkeys(prefixes))
+    return [_only(prefix, entries) for prefix, entries in found]
 
 
 def _only(prefix: str, found: list[Entry]) -> Entry:
@@ -290,6 +294,8 @@ def tokens_of(text: str) -> Any:
             text = sys.stdin.read() if text == "-" else Path(text).read_text(encoding="utf-8")
         values = json.loads(text if text.lstrip().startswith("[") else "[" + ",".join(text.split()) + "]")
         tokens = np.array(values)
+    except FileNotFoundError:
+        raise fsutil.MissingFileError(text, "give --tokens a JSON list, or a file that contains one") from None
     except (OSError, ValueError) as error:
         hint = "give a JSON list, or a file that contains one"
         raise InvalidInputError(f"--tokens is not a list of token ids: {error}", hint=hint) from None
@@ -300,8 +306,8 @@ def usage(message: str) -> NoReturn:
     raise click.UsageError(message, click.get_current_context())
 
 
-def missing(path: str) -> StoreIOError:
-    return StoreIOError(f"{path} does not exist", path=path, hint="check the path")
+def missing(path: str) -> KVStoreError:
+    return fsutil.MissingFileError(path, "check the path")
 
 
 def is_stdout(path: str) -> bool:

@@ -21,7 +21,7 @@ from .inspect import family_of
 @click.option("--older", type=base.Duration(), help="All entries not used for this long: 12h, 30d (s, min, h, d, w).")
 @click.option("--class", "entry_class", type=click.Choice(["normal", "learned", "pinned"]), help="Only entries of this class.")
 @click.option("--children", type=click.Choice(["keep", "drop"]),
-              help="Entries stored against a removed one: keep stores them whole, drop removes them too.")
+              help="Entries stored against a removed one: keep stores them without it, drop removes them too.")
 @click.option("--secure", is_flag=True, help="Rewrite the file, so that no byte of them is left in it.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @base.yes_option
@@ -100,15 +100,10 @@ class _Selection:
         )
 
     def children_first(self) -> Iterator[Entry]:
-        """Children before parents, so that no child is stored whole and then removed. An entry can be listed twice."""
+        """What is stored against an entry before it, so that none is stored anew and then removed. One can be listed twice."""
         for entry in self.entries():
-            yield from self._below(entry)
-
-    def _below(self, entry: Entry) -> Iterator[Entry]:
-        for child in operate.listing(self.opened, parent=entry.id):
-            if self._has(child) and child.n_tokens > entry.n_tokens:
-                yield from self._below(child)
-        yield entry
+            yield from [e for e in operate.descendants(self.opened, entry.id) if self._has(e)]
+            yield entry
 
     def _has(self, e: Entry) -> bool:
         if self.found is not None:
@@ -122,14 +117,8 @@ class _Selection:
 
     def orphans(self) -> list[str]:
         """The ids of entries that stay but need a removed one, at any depth."""
-        parents = [e.id for e in (operate.parents(self.opened) if self.found is None else self.found) if self._has(e)]
-        found: dict[int, str] = {}
-        while parents:
-            id = parents.pop()
-            for child in operate.listing(self.opened, parent=id):
-                if child.id not in found and not self._has(child):
-                    found[child.id] = child.hex_id
-                    parents.append(child.id)
+        chosen = [e for e in (operate.parents(self.opened) if self.found is None else self.found) if self._has(e)]
+        found = {e.id: e.hex_id for one in chosen for e in operate.descendants(self.opened, one.id) if not self._has(e)}
         return list(found.values())
 
 
@@ -141,7 +130,7 @@ class _Selection:
 def set_(
     store: str, key_file: str | None, as_json: bool, ids: tuple[str, ...], entry_class: Any, ttl: int | None
 ) -> None:
-    """Change the class of entries, or when they expire. A learned entry is stored whole; others are stored against it."""
+    """Change the class of entries, or when they expire. A learned entry stays when one that continues it is stored."""
     if entry_class is None and ttl is None:
         base.usage("give --class or --ttl")
     with base.open_store(store, key_file, readonly=False) as opened:
@@ -196,7 +185,7 @@ def learn(
         found = opened.entry(learned.id)
         # The prefix itself takes room too, so it is added to the bytes before.
         saved = max(0, before + (0 if found is None else found.stored) - opened.stats().stored)
-        shared = list(operate.listing(opened, parent=learned.id))
+        shared = operate.descendants(opened, learned.id)
     if found is None:
         raise NotFoundError(f"entry {learned.hex_id} was deleted meanwhile", id=learned.hex_id)
     if as_json:

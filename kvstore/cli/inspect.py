@@ -39,6 +39,8 @@ def family_of(text: str | None) -> int | None:
 @click.option("--unused", is_flag=True, help="Only entries never restored.")
 @click.option("--sort", type=click.Choice(list(SORTS)), default="used", show_default=True)
 @click.option("-n", "--limit", type=click.IntRange(1), help="Show at most this many entries.")
+@click.option("-a", "--all", "with_bases", is_flag=True,
+              help="Also bases: kept only because entries are stored against them.")
 @click.option("--full-ids", is_flag=True, help="Show all 16 digits of ids, as in a pipe.")
 @click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
 @click.option("--every", type=base.seconds(0.05), default=1.0, show_default=True,
@@ -52,6 +54,7 @@ def ls(
     unused: bool,
     sort: str,
     limit: int | None,
+    with_bases: bool,
     full_ids: bool,
     watch: bool,
     every: float,
@@ -62,20 +65,38 @@ def ls(
     def look(opened: Store, most: int | None = None) -> list[Entry]:
         first = min((n for n in (limit, most) if n is not None), default=None)
         chosen = operate.listing(
-            opened, order=sort, limit=first, family=number, entry_class=entry_class, unused=unused
-        )
+            opened, order=sort, limit=first, family=number, entry_class=entry_class, unused=unused,
+            bases=None if with_bases else False,
+        )  # fmt: skip
         return list(chosen)
+
+    def rows(opened: Store, most: int | None = None) -> tuple[list[Entry], set[int] | None]:
+        entries = look(opened, most)
+        return entries, _bases(opened) if with_bases else None
 
     with base.open_store(store, key_file) as opened:
         if watch:
-            _watch(opened, look, every, as_json, full_ids)
+            _watch(opened, rows, every, as_json, full_ids)
         elif as_json:
-            output.data([e.as_dict() for e in look(opened)])
+            output.data(_facts(*rows(opened)))
         else:
-            _table(look(opened), full_ids).show()
+            _table(*rows(opened), full_ids).show()
 
 
-def _table(entries: list[Entry], full_ids: bool) -> output.Grid:
+def _bases(opened: Store) -> set[int]:
+    return {e.id for e in operate.listing(opened, bases=True)}
+
+
+def _facts(entries: list[Entry], bases: set[int] | None) -> list[dict[str, Any]]:
+    """JSON-ready entries; where bases may be among them, each says whether it is one."""
+    return [e.as_dict() if bases is None else {**e.as_dict(), "base": e.id in bases} for e in entries]
+
+
+def _class(e: Entry, bases: set[int] | None) -> Text:
+    return Text("base", style="dim") if bases and e.id in bases else Text(e.entry_class, style=STYLES[e.entry_class])
+
+
+def _table(entries: list[Entry], bases: set[int] | None, full_ids: bool) -> output.Grid:
     width = 16 if full_ids or not sys.stdout.isatty() else base.id_width(entries)
     # In a terminal of 80 columns, half of a line is for the excerpt.
     narrow = sys.stdout.isatty() and output.terminal_width() < NARROW
@@ -88,7 +109,7 @@ def _table(entries: list[Entry], full_ids: bool) -> output.Grid:
             f"{e.n_tokens:,}",
             output.mib(e.size),
             output.mib(e.stored),
-            Text(e.entry_class, style=STYLES[e.entry_class]),
+            _class(e, bases),
             output.age(e.last_used),
             *([] if narrow else [f"{e.hits:,}", output.expiry(e), parent]),
             output.excerpt(e.excerpt),
@@ -97,7 +118,7 @@ def _table(entries: list[Entry], full_ids: bool) -> output.Grid:
 
 
 def _watch(
-    opened: Store, look: Callable[..., list[Entry]], every: float, as_json: bool, full_ids: bool
+    opened: Store, look: Callable[..., tuple[list[Entry], set[int] | None]], every: float, as_json: bool, full_ids: bool
 ) -> None:
     def summary() -> Text:
         stats = opened.stats()
@@ -111,16 +132,16 @@ def _watch(
         if as_json or not sys.stdout.isatty():
             while True:
                 if as_json:
-                    output.data([e.as_dict() for e in look(opened)])
+                    output.data(_facts(*look(opened)))
                 else:
-                    _table(look(opened), full_ids).show()
+                    _table(*look(opened), full_ids).show()
                     click.echo()
                 sys.stdout.flush()
                 time.sleep(every)
         with Live(console=Console(highlight=False), auto_refresh=False, screen=True) as live:
             while True:
                 rows = look(opened, max(1, live.console.size.height - 3))
-                live.update(Group(summary(), Text(""), _table(rows, full_ids).table), refresh=True)
+                live.update(Group(summary(), Text(""), _table(*rows, full_ids).table), refresh=True)
                 time.sleep(every)
     except KeyboardInterrupt:
         return  # the normal end of --watch
@@ -132,11 +153,12 @@ def _watch(
 @click.option("--layout", "with_layout", is_flag=True, help="Also read the state and show its layout.")
 @click.option("--tokens", "with_tokens", is_flag=True, help="Also show its tokens.")
 def show(store: str, key_file: str | None, as_json: bool, id: str, with_layout: bool, with_tokens: bool) -> None:
-    """Show everything that the store knows about an entry."""
+    """Show everything that the store knows about an entry, or about a base (see `kvstore ls --all`)."""
     with base.open_store(store, key_file) as opened:
-        (entry,) = base.find(opened, [id])
+        (entry,) = base.find(opened, [id], bases=None)
+        is_base = opened.entry(entry.id) is None
         fingerprint, head = operate.fingerprint(opened, entry.id), operate.head(opened, entry.id)
-        children = [e.hex_id for e in operate.listing(opened, parent=entry.id)]
+        children = [e.hex_id for e in operate.descendants(opened, entry.id)]
         item = operate.export(opened, entry.id) if with_layout or with_tokens else None
     came = None
     if head is not None:
@@ -149,6 +171,7 @@ def show(store: str, key_file: str | None, as_json: bool, id: str, with_layout: 
         "fingerprint": fingerprint,
         "file": came,
         "children": children,
+        **({"base": True} if is_base else {}),
     }
     if item is not None and with_tokens:
         facts["tokens"] = item.tokens.tolist()
@@ -165,7 +188,7 @@ def show(store: str, key_file: str | None, as_json: bool, id: str, with_layout: 
     rows = [
         ("id", entry.hex_id),
         ("tokens", f"{entry.n_tokens:,}" + (f", {output.plural(entry.n_images, 'image')}" if entry.n_images else "")),
-        ("class", f"{entry.entry_class} (by {entry.source})"),
+        ("class", "base, kept for its children" if is_base else f"{entry.entry_class} (by {entry.source})"),
         ("size", f"{output.mib(entry.size)} MiB"),
         ("stored", f"{output.mib(entry.stored)} MiB" + (f", {output.mib(saved)} shared" if entry.parent else ", whole")),
         ("parent", "-" if entry.parent is None else f"{entry.parent:016x}"),
@@ -204,42 +227,83 @@ def _show_layout(found: dict[str, Any]) -> None:
 def tree(store: str, key_file: str | None, as_json: bool, family: str | None) -> None:
     """Draw the prefixes of STORE with the entries that are stored against them.
 
-    Sizes are in MiB: as put, as stored, and saved by sharing.
+    Sizes are in MiB: as put, as stored, and saved by sharing. A base is kept only because entries are stored against it.
     """
+    number = family_of(family)
     with base.open_store(store, key_file) as opened:
-        entries = list(opened.entries(family=family_of(family)))
-    children: defaultdict[int | None, list[Entry]] = defaultdict(list)
-    known = {e.id for e in entries}
-    for e in sorted(entries, key=lambda e: (e.family, e.n_tokens, e.id)):
-        children[e.parent if e.parent in known else None].append(e)
-    # Prefixes with children come first, the largest saving at the top.
-    roots = sorted(children[None], key=lambda e: (-sum(c.size - c.stored for c in children[e.id]), -e.size))
+        entries = list(operate.listing(opened, family=number, bases=None))
+        bases = _bases(opened)
+    drawn = _Tree(entries, bases)
     if as_json:
-        output.data([{**e.as_dict(), "children": [c.as_dict() for c in children[e.id]]} for e in roots])
+        output.data(
+            [{**_facts([e], bases)[0], "children": _facts([k for k, _ in drawn.below(e)], bases)} for e in drawn.roots]
+        )
         return
     width = 16 if not sys.stdout.isatty() else base.id_width(entries)
-    size, stored = sum(e.size for e in entries), sum(e.stored for e in entries)
+    listed = [e for e in entries if e.id not in bases]
+    size, stored = sum(e.size for e in listed), sum(e.stored for e in entries)
     branches: list[RenderableType] = []
-    for root in roots:
-        own = children[root.id]
-        branch = Tree(_leaf(root, width, own), guide_style="dim")
-        for child in own:
-            branch.add(_leaf(child, width, []))
+    for root in drawn.roots:
+        below = drawn.below(root)
+        branch = Tree(_leaf(root, width, bases, [e for e, _ in below]), guide_style="dim")
+        at = {root.id: branch}
+        for entry, under in below:
+            at[entry.id] = at[under].add(_leaf(entry, width, bases, []))
         branches.append(branch)
-    total = f"{output.plural(len(entries), 'entry', 'entries')}: {output.mib(size)} MiB as put, {output.mib(stored)} stored"
+    total = f"{output.plural(len(listed), 'entry', 'entries')}: {output.mib(size)} MiB as put, {output.mib(stored)} stored"
+    if bases:
+        total += f" with {output.plural(len(entries) - len(listed), 'base')}"
     branches.append(Text(f"{total}, sharing saves {output.mib(size - stored)} MiB", style="bold"))
     output.show(Group(*branches))
 
 
-def _leaf(e: Entry, width: int, children: list[Entry]) -> Text:
+class _Tree:
+    """Entries and bases below what they are stored against."""
+
+    def __init__(self, entries: list[Entry], bases: set[int]) -> None:
+        self._bases = bases
+        self._children: defaultdict[int, list[Entry]] = defaultdict(list)
+        known = {e.id for e in entries}
+        roots = []
+        for e in sorted(entries, key=lambda e: (e.family, e.n_tokens, e.id)):
+            if e.parent in known and e.parent is not None:
+                self._children[e.parent].append(e)
+            else:
+                roots.append(e)
+        # Prefixes with the largest saving come first.
+        self.roots = sorted(roots, key=lambda e: (-sum(_saved(k, bases) for k, _ in self.below(e)), -e.size))
+
+    def below(self, root: Entry) -> list[tuple[Entry, int]]:
+        """What is stored against an entry, at any depth, each with the id that it is drawn under.
+
+        The one child of a base is drawn beside it: a conversation of 100 turns is a list, and no stair of 100 steps.
+        """
+        found: list[tuple[Entry, int]] = []
+        left = [(child, root.id) for child in reversed(self._children[root.id])]
+        while left:
+            entry, under = left.pop()
+            found.append((entry, under))
+            children = self._children[entry.id]
+            beside = entry.id in self._bases and len(children) == 1
+            left += [(child, under if beside else entry.id) for child in reversed(children)]
+        return found
+
+
+def _saved(e: Entry, bases: set[int]) -> int:
+    return -e.stored if e.id in bases else e.size - e.stored
+
+
+def _leaf(e: Entry, width: int, bases: set[int], below: list[Entry]) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(e.hex_id[:width], style="bold")
     text.append(f"  {e.n_tokens:>7,} tokens  {output.mib(e.size):>10} MiB")
     text.append(f"  {output.mib(e.stored):>10} stored", style="green" if e.parent else "")
-    if e.entry_class != "normal":
+    if e.id in bases:
+        text.append("  base", style="dim")
+    elif e.entry_class != "normal":
         text.append(f"  {e.entry_class}", style=STYLES[e.entry_class])
-    if children:
-        text.append(f"  saves {output.mib(sum(c.size - c.stored for c in children))} MiB", style="green")
+    if below:
+        text.append(f"  saves {output.mib(sum(_saved(k, bases) for k in below))} MiB", style="green")
     if e.excerpt:
         text.append(f"  {output.excerpt(e.excerpt)}", style="dim")
     return text
@@ -257,6 +321,8 @@ def stats(store: str, key_file: str | None, as_json: bool) -> None:
     grid = output.Grid("class", ">entries", ">MiB", ">stored")
     for name, n in found.entries.items():
         grid.row(name, f"{n:,}", output.mib(found.size_by_class[name]), output.mib(found.stored_by_class[name]))
+    if found.bases:
+        grid.row("base", f"{found.bases:,}", "-", output.mib(found.base_bytes), style="dim")
     grid.row("all", f"{sum(found.entries.values()):,}", output.mib(found.size), output.mib(found.stored), style="bold")
     grid.show()
     click.echo()

@@ -112,6 +112,10 @@ def _proxy() -> Any:
               help="A restore or save must gain at least N tokens.", metavar="N")
 @click.option("--idle-seconds", type=base.seconds(), default=ProxyOptions.idle_seconds, show_default=True,
               help="Save slots after the server was idle for this time: 0.15, 200ms.")
+@click.option("--slot-memory", type=base.size(),
+              help="Memory for states on their way to and from llama-server; 0: files.  [default: a quarter of the RAM]")
+@click.option("--warm-start/--no-warm-start", default=ProxyOptions.warm_start, show_default=True,
+              help="Restore the states most likely to be wanted into the empty slots of a new server.")
 @remote_url_option
 @remote_key_option
 @click.option("--publish", type=click.Choice(["learned", "all", "none"]), default=ProxyOptions.publish, show_default=True,

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -251,22 +250,21 @@ def export(
     to_archive = not to_stdout and _is_archive(target)
     with ExitStack() as stack:
         opened = stack.enter_context(base.open_store(store, key_file))
-        # Parents first, so that an import can store their children against them.
-        if ids:
-            found = sorted(base.find(opened, ids), key=lambda e: (e.parent is not None, e.n_tokens, e.id))
-            entries, total = iter(found), sum(e.size for e in found)
-        else:
-            pages = (operate.listing(opened, shared=shared) for shared in (False, True))
-            entries, total = chain.from_iterable(pages), opened.stats().size
+        found = base.find(opened, ids) if ids else None
+        chosen = operate.listing(opened) if found is None else iter(found)
+        total = opened.stats().size if found is None else sum(e.size for e in found)
+        entries = _parents_first(opened, chosen, None if found is None else {e.id for e in found})
         moved = stack.enter_context(output.progress("exporting"))
         skipped: list[dict[str, str]] = []
-        items = _items(opened, entries, total, moved, skipped)
+        bases: list[int] = []
+        items = _items(opened, entries, total, moved, skipped, bases)
         if to_stdout:
             n = archive.to_tar(base.binary_stdout(), items)
         elif to_archive:
             n = _archive_to(target, items, force)
         else:
             n = archive.to_folder(Path(target), items)
+    n -= len(bases)
     if as_json:
         output.data({"exported": n, "skipped": skipped, "to": target})
     else:
@@ -275,13 +273,34 @@ def export(
         raise CorruptStoreError(f"{output.plural(len(skipped), 'entry', 'entries')} could not be read")
 
 
+def _parents_first(opened: Store, chosen: Iterator[Entry], ids: set[int] | None) -> Iterator[Entry]:
+    """The chosen entries (all, or those of `ids`) with the bases that they need, each once and after its parent.
+
+    An import can then store each against its parent again.
+    """
+    done: set[int] = set()
+    for entry in chosen:
+        above = [entry] if entry.parent is None else operate.lineage(opened, entry.id)
+        bases = _unlisted(opened, above[:-1]) if ids is not None else set()
+        for one in above:
+            if one.id not in done and (ids is None or one.id in ids or one.id in bases):
+                done.add(one.id)
+                yield one
+
+
+def _unlisted(opened: Store, entries: list[Entry]) -> set[int]:
+    return {e.id for e in entries if opened.entry(e.id) is None}
+
+
 def _items(
     opened: Store,
     entries: Iterator[Entry],
     total: int,
     moved: Callable[[int, int], None],
     skipped: list[dict[str, str]],
+    bases: list[int],
 ) -> Iterator[Exported]:
+    """The entries with their data; `bases` gets the ids of those that are only bases."""
     done = 0
     for entry in entries:
         try:
@@ -291,6 +310,7 @@ def _items(
             skipped.append({"id": entry.hex_id, "message": error.message})
             continue
         if item is not None:
+            bases += [entry.id] if item.base else []
             yield item
         done += entry.size
         moved(done, total)
@@ -362,7 +382,7 @@ def import_(
                 entry = operate.restore(opened, item)
                 if entry is None:
                     output.note(f"skipped {name}: it has expired")
-                else:
+                elif not item.base:
                     done.append((name, entry))
     _results(done, as_json)
     if failed:

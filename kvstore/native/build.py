@@ -13,7 +13,7 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ("encode.c", "index.c", "winnow.c", "prefilter.c", "search.c", "decode.c")
+SOURCES = ("encode.c", "index.c", "winnow.c", "prefilter.c", "search.c", "decode.c", "chain.c", "compose.c")
 
 
 def declarations() -> str:
@@ -40,7 +40,7 @@ ffi.set_source(
     "kvstore._native",
     '#include "kernel.h"',
     sources=[f"kvstore/native/{name}" for name in SOURCES],
-    depends=[f"kvstore/native/{name}" for name in ("kernel.h", "bytes.h", "minimizers.h")],
+    depends=[f"kvstore/native/{name}" for name in ("kernel.h", "bytes.h", "ops.h", "stream.h", "minimizers.h")],
     include_dirs=[str(HERE)],
     define_macros=[("KV_SCALAR", "1")] if os.environ.get("KVSTORE_SCALAR") == "1" else [],
     extra_compile_args=compile_args(),

@@ -1,55 +1,6 @@
-/* Decoding: one pass that checks, one that writes. Both read ops through the same function. */
-#include "bytes.h"
-#include "kernel.h"
-
-/* Outputs of this size and more go around the cache: the lines they fill are not read first. glibc's memcpy does so only
- * for single calls of some 24 MB, which ops rarely are. */
-#define STREAM_FROM (UINT64_C(8) << 20)
-
-typedef struct {
-    const uint8_t *from;
-    uint64_t n;
-    int copy; /* `from` is an offset in the parent, in `at` */
-    uint64_t at;
-} op;
-
-static uint32_t get32(const uint8_t *p)
-{
-    return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
-}
-
-static int next_op(const uint8_t *delta, uint64_t n, uint64_t *at, uint64_t parent_size, op *o)
-{
-    const uint8_t *p = delta + *at;
-    uint64_t left = n - *at;
-    if (left < 9)
-        return KV_TRUNCATED;
-    uint8_t code = p[0];
-    uint64_t arg = get64(p + 1);
-    left -= 9;
-    if (code == 1) {
-        if (arg > left)
-            return KV_TRUNCATED_LITERAL;
-        o->copy = 0;
-        o->from = p + 9;
-        o->n = arg;
-        *at += 9 + arg;
-        return KV_OK;
-    }
-    if (code == 0) {
-        if (left < 8)
-            return KV_COPY_RANGE;
-        uint64_t size = get64(p + 9);
-        if (arg > parent_size || size > parent_size - arg)
-            return KV_COPY_RANGE;
-        o->copy = 1;
-        o->at = arg;
-        o->n = size;
-        *at += 17;
-        return KV_OK;
-    }
-    return KV_UNKNOWN_OP;
-}
+/* Decoding: one pass that checks, one that writes. */
+#include "ops.h"
+#include "stream.h"
 
 int kv_check(const uint8_t *delta, uint64_t n, uint64_t parent_size, uint64_t *out_size)
 {
@@ -78,20 +29,10 @@ typedef struct {
     uint8_t stage[STAGE];
 } stream;
 
-static void stream_lines(stream *s, const uint8_t *from, uint64_t n)
+static void put_lines(stream *s, const uint8_t *from, uint64_t n)
 {
-    uint8_t *to = s->to;
-    for (; n >= 64; n -= 64, from += 64, to += 64) {
-        __m128i a = _mm_loadu_si128((const __m128i *)from);
-        __m128i b = _mm_loadu_si128((const __m128i *)(from + 16));
-        __m128i c = _mm_loadu_si128((const __m128i *)(from + 32));
-        __m128i d = _mm_loadu_si128((const __m128i *)(from + 48));
-        _mm_stream_si128((__m128i *)to, a);
-        _mm_stream_si128((__m128i *)(to + 16), b);
-        _mm_stream_si128((__m128i *)(to + 32), c);
-        _mm_stream_si128((__m128i *)(to + 48), d);
-    }
-    s->to = to;
+    stream_lines(s->to, from, n);
+    s->to += n & ~UINT64_C(63);
 }
 
 static void stage(stream *s, const uint8_t *from, uint64_t n)
@@ -105,16 +46,16 @@ static void stream_write(stream *s, const uint8_t *from, uint64_t n)
     if (n >= SHORT) {
         uint64_t part = (64 - (s->staged & 63)) & 63;
         stage(s, from, part);
-        stream_lines(s, s->stage, s->staged);
+        put_lines(s, s->stage, s->staged);
         s->staged = 0;
-        stream_lines(s, from + part, n - part);
+        put_lines(s, from + part, n - part);
         stage(s, from + n - ((n - part) & 63), (n - part) & 63);
         return;
     }
     uint64_t part = n < STAGE - s->staged ? n : STAGE - s->staged;
     stage(s, from, part);
     if (s->staged == STAGE) {
-        stream_lines(s, s->stage, STAGE);
+        put_lines(s, s->stage, STAGE);
         s->staged = 0;
         stage(s, from + part, n - part);
     }

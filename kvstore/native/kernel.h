@@ -16,7 +16,9 @@ enum {
     KV_TRUNCATED_LITERAL = 5,
     KV_COPY_RANGE = 6,
     KV_UNKNOWN_OP = 7,
-    KV_SIZE_MISMATCH = 8
+    KV_SIZE_MISMATCH = 8,
+    KV_NOT_SHARED = 9,    /* chain: no header of a delta */
+    KV_WRONG_PARENT = 10  /* chain: a link has another size than the link before it says */
 };
 
 enum { KV_HEADER = 44, KV_MIN_RUN = 4096, KV_PERIODIC = 64, KV_RECENT = 32, KV_CANDIDATES = 8192 };
@@ -102,6 +104,38 @@ typedef struct {
     int waiting, in_gap, searching;
 } kv_encoder;
 
+/* n bytes of the output, at dst, that are still lacking, and where they are in the state of the next link. */
+typedef struct {
+    uint64_t dst, src, n;
+} kv_range;
+
+/* How far a link is read. */
+typedef struct {
+    uint64_t pos;          /* bytes of the link's state that the ops so far give */
+    uint64_t range;        /* the first range that may lack bytes from pos on */
+    uint64_t left, source; /* of the op: bytes of the state, offset in the parent */
+    uint64_t n_ops;        /* that follow */
+    unsigned code, stage, n_head;
+    uint8_t head[44];      /* the first n_head bytes of a header or op, whose others are in the next block */
+} kv_chain_walk;
+
+/* The decoding of a chain of deltas. Zero it, set `size`, the output and the three arrays (`ranges` and `made` have `room`
+ * elements, at least 1), then for each link, from the leaf to the root: kv_chain_begin, kv_chain_read for each block,
+ * kv_chain_end. `out` has `size` bytes, from the first kv_chain_read on. At KV_MORE, grow `ranges` and `made` (kv_chain_read)
+ * or `repeats` to `need_repeats` elements (kv_chain_end), and call again. */
+typedef struct {
+    uint64_t size;
+    uint8_t *out;
+    kv_range *ranges, *made, *repeats; /* lacking in this link, and in the next one; copies inside the output */
+    uint64_t room, repeats_room, need_repeats;
+    uint64_t n_ranges, n_made, n_repeats;
+    uint64_t level, expected; /* the link's number, and the size that its state must have */
+    uint64_t stored, seen;    /* bytes of the link, and of these read so far */
+    uint64_t parent_id, parent_size, parent_hash, link_size; /* from its header */
+    int full, excess, ended;
+    kv_chain_walk walk;
+} kv_chain;
+
 /* FNV-1a over the first and the last min(n, 1 MiB) bytes, XOR n: the format's parent hash. */
 uint64_t kv_sample_hash(const uint8_t *p, uint64_t n);
 
@@ -119,6 +153,50 @@ int kv_check(const uint8_t *delta, uint64_t n, uint64_t parent_size, uint64_t *o
 /* Writes the output. Checks again as it goes: the delta may have changed since kv_check. */
 int kv_apply(const uint8_t *delta, uint64_t n, const uint8_t *parent, uint64_t parent_size, uint8_t *out,
              uint64_t out_size);
+
+/* What an op of the parent gives: bytes from `start` on of its state, found at `at` in the parent's parent (copy) or delta. */
+typedef struct {
+    uint64_t start, at, copy;
+} kv_piece;
+
+/* Zero it and set the first block; `pieces` has one element more than the parent has ops. Both deltas have full headers. */
+typedef struct {
+    const uint8_t *child, *parent;       /* deltas */
+    uint64_t child_bytes, parent_bytes;
+    uint64_t base_size;                  /* of the state that the parent copies from */
+    kv_piece *pieces;
+    uint64_t pieces_room;
+    uint64_t limit;                      /* the most bytes the result may have */
+
+    uint8_t *out;
+    uint64_t out_room;
+
+    uint64_t out_size, need;
+    uint64_t shared, n_ops;
+
+    int stage;
+    unsigned open;                       /* the kind of the last op written, which may grow */
+    uint64_t open_at, open_source, open_n;
+    uint64_t n_pieces, piece;
+    uint64_t child_at, child_ops;
+    uint64_t source, left;               /* of the child's COPY at hand */
+} kv_composer;
+
+/* Writes the ops (not the header: its 44 bytes are left free) of the child's state as a delta against the parent's parent.
+ * KV_MORE: as kv_encode. KV_REFUSED: larger than `limit`, or too many ops. */
+int kv_compose(kv_composer *c);
+
+/* Starts a link of `stored` bytes: a delta, or (full) the whole state at the end of the chain. */
+void kv_chain_begin(kv_chain *c, int full, uint64_t stored);
+
+/* Reads the next n bytes of the link. *used: how many of them are done with, all but for KV_MORE. */
+int kv_chain_read(kv_chain *c, const uint8_t *block, uint64_t n, uint64_t *used);
+
+/* Ends a link. */
+int kv_chain_end(kv_chain *c);
+
+/* Completes the output, after the root. */
+void kv_chain_finish(kv_chain *c);
 /* cdef: end */
 
 /* index.c. Extends the seed list to the seeds that lie before `end`; completes the list and makes a filter of it. */

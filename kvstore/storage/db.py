@@ -73,6 +73,7 @@ class Database:
         self.readonly = readonly
         self.timeout = timeout
         self.memory = path == MEMORY
+        self.new_page_size = PAGE_SIZE  # of a file that this object creates
         self._key = key
         self.pid = os.getpid()
         self._lock = threading.RLock()
@@ -192,7 +193,7 @@ class Database:
     def initialise(self) -> None:
         """Page size, vacuum mode and journal mode of a new, empty file; called before the first table is made."""
         with self._lock, translated(self.path, connection=self._writer):
-            self._set(self._writer, "page_size", PAGE_SIZE)
+            self._set(self._writer, "page_size", self.new_page_size)
             self._set(self._writer, "auto_vacuum", AUTO_VACUUM)
             # Again: SQLite has counted it in pages of the size before, which makes 124 MiB of 8.
             self._set(self._writer, "cache_size", -CACHE_KIB)

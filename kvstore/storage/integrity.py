@@ -11,6 +11,7 @@ from ..util.hashing import prefix_hash
 from . import queries, queries_blobs, queries_prefixes
 from .db import Connection
 from .queries import signed, unsigned
+from .queries_chains import MAX_DEPTH
 
 Finding: TypeAlias = "tuple[int | None, str]"  # the entry, what is wrong with it
 
@@ -27,16 +28,41 @@ def whole_entry(c: Connection) -> Iterator[Finding]:
 
 
 def delta_parent(c: Connection) -> Iterator[Finding]:
-    sql = """SELECT b.entry, b.part, m.parent, p.entry IS NOT NULL,
- p.parent IS NOT NULL OR EXISTS (SELECT 1 FROM blobs d WHERE d.entry = m.parent AND d.kind <> 'full')
-FROM blobs b JOIN meta m ON m.entry = b.entry LEFT JOIN meta p ON p.entry = m.parent WHERE b.kind = 'bkvd'"""
-    for id, part, parent, there, is_delta in c.execute(sql):
+    sql = """SELECT b.entry, b.part, m.parent, e.n_tokens, p.n_tokens, q.parent IS NULL,
+ EXISTS (SELECT 1 FROM blobs d WHERE d.entry = m.parent AND d.part = b.part)
+FROM blobs b JOIN meta m ON m.entry = b.entry JOIN entries e ON e.id = b.entry LEFT JOIN entries p ON p.id = m.parent
+LEFT JOIN meta q ON q.entry = m.parent WHERE b.kind = 'bkvd'"""
+    for id, part, parent, n, of_parent, whole, has_part in c.execute(sql):
         if parent is None:
             yield unsigned(id), f"its {part} state is a delta, and it has no parent"
-        elif not there:
+        elif of_parent is None:
             yield unsigned(id), f"its parent {unsigned(parent):016x} is not there"
-        elif is_delta:
-            yield unsigned(id), f"its parent {unsigned(parent):016x} is itself not whole"
+        elif of_parent >= n and not whole:
+            yield unsigned(id), f"its parent {unsigned(parent):016x} has {of_parent} tokens, it has {n} itself"
+        elif not has_part:
+            yield unsigned(id), f"its parent {unsigned(parent):016x} has no {part} state"
+    sql = f"""WITH RECURSIVE down(id, depth) AS (SELECT entry, 0 FROM meta WHERE parent IS NULL
+ UNION ALL SELECT m.entry, d.depth + 1 FROM down d CROSS JOIN meta m ON m.parent = d.id WHERE d.depth <= {MAX_DEPTH})
+ SELECT id FROM down WHERE depth > {MAX_DEPTH}"""
+    for (id,) in c.execute(sql):
+        yield unsigned(id), f"its chain has more than {MAX_DEPTH} entries"
+
+
+_CHILDLESS = "SELECT entry FROM meta m WHERE base = 1 AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry)"
+
+
+def base(c: Connection) -> Iterator[Finding]:
+    for (id,) in c.execute("SELECT m.entry FROM meta m JOIN entries e ON e.id = m.entry WHERE m.base <> e.base"):
+        yield unsigned(id), "meta and entries do not agree whether it is a base"
+    for (id,) in c.execute(_CHILDLESS):
+        yield unsigned(id), "it is a base, and nothing is stored against it"
+
+
+def sync_bases(c: Connection) -> None:
+    """Makes meta say what entries does of bases."""
+    sql = """UPDATE meta SET base = 1 - base
+ WHERE entry IN (SELECT m.entry FROM meta m JOIN entries e ON e.id = m.entry WHERE m.base <> e.base)"""
+    c.execute(sql)
 
 
 def chunks_complete(c: Connection) -> Iterator[Finding]:
@@ -64,18 +90,17 @@ def no_orphan(c: Connection) -> Iterator[Finding]:
             yield None if id is None else unsigned(id), f"{n} rows of {table} refer to nothing"
 
 
-_LOST_PARENT = "parent IS NOT NULL AND parent NOT IN (SELECT id FROM entries)"
 _NO_DELTA = "NOT EXISTS (SELECT 1 FROM blobs WHERE blobs.entry = meta.entry AND kind <> 'full')"
 
 
-def lost_parent(c: Connection) -> Iterator[Finding]:
-    for (id,) in c.execute(f"SELECT entry FROM meta WHERE {_LOST_PARENT} AND {_NO_DELTA}"):
-        yield unsigned(id), "it names a parent that is not there, and needs none"
+def needless_parent(c: Connection) -> Iterator[Finding]:
+    for (id,) in c.execute(f"SELECT entry FROM meta WHERE parent IS NOT NULL AND {_NO_DELTA}"):
+        yield unsigned(id), "it names a parent, and is stored whole"
 
 
 def clear_parents(c: Connection) -> None:
-    """Makes whole entries that name a lost parent entries without one."""
-    c.execute(f"UPDATE meta SET parent = NULL WHERE {_LOST_PARENT} AND {_NO_DELTA}")
+    """Makes whole entries that name a parent entries without one."""
+    c.execute(f"UPDATE meta SET parent = NULL WHERE parent IS NOT NULL AND {_NO_DELTA}")
 
 
 def lost_fingerprint(c: Connection) -> Iterator[Finding]:
@@ -89,8 +114,8 @@ def staged(c: Connection) -> Iterator[Finding]:
 
 
 # Capped, so that no damaged size makes the sum an error: it then differs from the total.
-_SUMS = f"""SELECT iif(base, 'base', class), count(*), sum(min(size, {1 << 52})), sum(min(stored, {1 << 52})) FROM meta
- GROUP BY 1"""
+_SUMS = f"""SELECT iif(base, 'base', class), count(*), sum(min(size, {1 << 52})), sum(min(stored, {1 << 52}))
+ FROM meta GROUP BY 1"""
 
 
 def totals(c: Connection) -> Iterator[Finding]:
@@ -121,7 +146,7 @@ def rebuild_totals(c: Connection) -> None:
 
 
 def cuts(c: Connection) -> Iterator[Finding]:
-    sql = """SELECT k.entry, k.n_tokens, e.cut_any, k.n_tokens >= e.n_tokens
+    sql = """SELECT k.entry, k.n_tokens, e.cut_any OR e.base, k.n_tokens >= e.n_tokens
  OR k.fingerprint <> e.fingerprint OR k.tokens <> substr(e.tokens, 1, 4 * k.n_tokens)
 FROM cuts k JOIN entries e ON e.id = k.entry"""
     for id, n, cut_any, wrong in c.execute(sql):
@@ -130,7 +155,7 @@ FROM cuts k JOIN entries e ON e.id = k.entry"""
 
 
 _MISSING_PREFIXES = (
-    """SELECT id, n_tokens FROM entries e WHERE cut_any = 0 AND NOT EXISTS (SELECT 1 FROM prefixes p
+    """SELECT id, n_tokens FROM entries e WHERE cut_any = 0 AND base = 0 AND NOT EXISTS (SELECT 1 FROM prefixes p
  WHERE p.entry = e.id AND p.n_tokens = e.n_tokens AND p.cut = 0)""",
     """SELECT k.entry, k.n_tokens FROM cuts k JOIN entries e ON e.id = k.entry WHERE e.cut_any = 0 AND NOT EXISTS (
  SELECT 1 FROM prefixes p WHERE p.entry = k.entry AND p.n_tokens = k.n_tokens AND p.cut = 1)""",
@@ -144,7 +169,7 @@ def prefixes(c: Connection) -> Iterator[Finding]:
         for id, n in c.execute(sql):
             yield unsigned(id), f"its first {n} tokens are not in prefixes"
     sql = """SELECT p.entry, p.n_tokens FROM prefixes p JOIN entries e ON e.id = p.entry
- WHERE e.cut_any = 1 OR p.fingerprint <> e.fingerprint OR CASE p.cut WHEN 0 THEN p.n_tokens <> e.n_tokens
+ WHERE e.cut_any = 1 OR e.base = 1 OR p.fingerprint <> e.fingerprint OR CASE p.cut WHEN 0 THEN p.n_tokens <> e.n_tokens
  ELSE NOT EXISTS (SELECT 1 FROM cuts k WHERE k.entry = p.entry AND k.n_tokens = p.n_tokens) END"""
     for id, n in c.execute(sql):
         yield unsigned(id), f"its row in prefixes of {n} tokens is wrong"
@@ -158,6 +183,7 @@ def prefixes(c: Connection) -> Iterator[Finding]:
 
 def set_cuts(c: Connection, id: int, cut_any: bool, counts: tuple[int, ...]) -> None:
     c.execute("DELETE FROM cuts WHERE entry = ?", (signed(id),))
+    c.execute("DELETE FROM prefixes WHERE entry = ? AND entry IN (SELECT id FROM entries WHERE base = 1)", (signed(id),))
     c.execute("UPDATE entries SET cut_any = ? WHERE id = ?", (int(cut_any), signed(id)))
     row = c.execute("SELECT fingerprint, tokens FROM entries WHERE id = ?", (signed(id),)).fetchone()
     if row is not None and not cut_any:
@@ -167,9 +193,10 @@ def set_cuts(c: Connection, id: int, cut_any: bool, counts: tuple[int, ...]) -> 
 INVARIANTS: tuple[tuple[str, Callable[[Connection], Iterator[Finding]]], ...] = (
     ("whole-entry", whole_entry),
     ("delta-parent", delta_parent),
+    ("base", base),
     ("chunks-complete", chunks_complete),
     ("no-orphan", no_orphan),
-    ("no-orphan", lost_parent),
+    ("no-orphan", needless_parent),
     ("no-orphan", lost_fingerprint),
     ("staged", staged),
     ("totals", totals),
@@ -240,9 +267,9 @@ CHUNK_IDS = "SELECT id FROM chunks NOT INDEXED WHERE id BETWEEN ? AND ?"
 
 def blob_row(c: Connection, blob: int) -> tuple[int, queries_blobs.BlobRow] | None:
     """(entry, row) of a blob that belongs to an entry."""
-    sql = "SELECT entry, id, part, kind, size, stored, digest FROM blobs NOT INDEXED WHERE id = ? AND entry IS NOT NULL"
+    sql = "SELECT entry, id, part, kind, size, stored, digest, sample FROM blobs NOT INDEXED WHERE id = ? AND entry IS NOT NULL"
     row = c.execute(sql, (blob,)).fetchone()
-    return None if row is None else (unsigned(row[0]), queries_blobs.BlobRow(*row[1:]))
+    return None if row is None else (unsigned(row[0]), queries_blobs.blob_row(unsigned(row[0]), row[1:]))
 
 
 def chunk_row(c: Connection, chunk: int) -> tuple[int, int, int, int] | None:

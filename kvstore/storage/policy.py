@@ -20,6 +20,28 @@ LAST_EXPIRY = 1 << 62  # so that no sum leaves the integers of SQLite
 DEFAULT_SHARE = 8
 
 
+# Stored prefixes that a put tries as its base, the longest first. The next one saves less where the layouts are alike; it is
+# tried because the longest may be damaged, or of another layout.
+BASES_TRIED = 2
+
+
+# How long a chain may be. Each link costs a get about 80 us beside its bytes, and a MiB of a state takes 310 us to get whole:
+# so many links for each MiB cost a fifth of that. A few more are free, since small states are quick to read anyway.
+LINKS_PER_MIB = 0.75
+FREE_LINKS = 16
+# A link that makes a chain too long is folded into the next put, which would otherwise be stored against it: the two deltas are
+# composed. Its bytes are then written twice, so only a small link is folded, which costs no more than a put does anyway.
+# Rewriting links of a few MiB each would be most of what a conversation writes.
+FOLDED_BYTES = 256 << 10
+# The longest chain that a put makes; beyond it, half of the chain is left out. SQLite's recursion and every reader bear more.
+MAX_LINKS = 500
+
+
+def too_long(n_links: int, size: int) -> bool:
+    """Whether a chain of so many links, for a state of `size` bytes, takes too long to read."""
+    return n_links > FREE_LINKS + LINKS_PER_MIB * size / MIB
+
+
 def budget_bytes(mib: float) -> int:
     """A budget in MiB as bytes; -1 stays 'no limit'."""
     return -1 if mib < 0 else int(mib * MIB)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -89,14 +90,17 @@ def _stored_prefixes(
         bound = shorter
 
 
-def _whole(c: Connection, fingerprint: int, key: bytes, now: int, cut: bool, most: int | None) -> list[int]:
-    """The live entries whose tokens are a prefix of `key`, longest first, by the walk."""
+def _whole(
+    c: Connection, fingerprint: int, key: bytes, now: int, cut: bool, most: int | None, *, base: bool = False
+) -> Iterator[tuple[int, int]]:
+    """(id, n_tokens) of the live entries, or of the bases, whose tokens are a prefix of `key`, longest first, by the walk."""
 
     def rows(bound: bytes) -> Rows:
-        return queries.at_or_before(c, fingerprint, cut, bound)
+        return queries.at_or_before(c, fingerprint, cut, bound, base=base)
 
-    found = _stored_prefixes(rows, key, most)
-    return [id for id, _, expires_at in found if expires_at is None or expires_at > now]
+    for id, n, expires_at in _stored_prefixes(rows, key, most):
+        if expires_at is None or expires_at > now:
+            yield id, n
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +118,8 @@ class StoredPrefixes:
     def chosen(self, c: Connection, now: int, what: str, limit: int = -1) -> list[tuple[int, int]]:
         """(id, n_tokens) of those that are live, longest first.
 
-        what: only those that are "learned" (and whole), or "removable" (normal, without images and children), or "any". At
-        most `limit` of those that can be cut, and of the others.
+        what: only those that are "removable" (normal, without images), or "any". At most `limit` of those that can be cut, and
+        of the others.
         """
         rows: list[tuple[int, int]] = []
         for ids in (self.can_be_cut, self.others):
@@ -131,24 +135,43 @@ def stored_prefixes(
     found: list[tuple[int, ...]] = []
     for cut in (True, False):
         try:
-            ids = [signed(id) for id in _whole(c, fingerprint, key, now, cut, WALK_STEPS)]
+            ids = [signed(id) for id, _ in _whole(c, fingerprint, key, now, cut, WALK_STEPS)]
         except TooLong:
-            if cut:
-                ids = queries.whole_by_end(c, fingerprint, key)
-            elif queries_prefixes.complete(c):
-                held = filters.of(fingerprint)
-                with held.lock:
-                    ids = held.whole(c, fingerprint, key, now, committed=committed)
-            else:
-                ids = [signed(id) for id in _whole(c, fingerprint, key, now, cut, None)]
+            ids = _by_index(c, filters, fingerprint, key, now, cut, False, committed)
         found.append(tuple(ids))
     return StoredPrefixes(fingerprint, key, *found)
 
 
-def find_base(c: Connection, prefixes: StoredPrefixes, now: int) -> tuple[int, int] | None:
-    """(id, n_tokens) of the longest live learned entry among stored prefixes: what a delta is made against."""
-    found = prefixes.chosen(c, now, "learned", limit=1)
-    return found[0] if found else None
+def find_bases(
+    c: Connection, filters: PrefixFilters, fingerprint: int, key: bytes, now: int, limit: int, *, committed: bool = True
+) -> list[tuple[int, int]]:
+    """(id, n_tokens) of the `limit` longest entries and bases whose tokens are a prefix of `key` (or all of it).
+
+    What a delta may be made against; of the same tokens, entries before bases.
+    """
+    found: list[tuple[int, int, int]] = []
+    for base, cut in ((0, True), (0, False), (1, True), (1, False)):
+        walk = _whole(c, fingerprint, key, now, cut, WALK_STEPS, base=bool(base))
+        try:
+            found += [(n, -base, id) for id, n in islice(walk, limit)]
+        except TooLong:
+            ids = _by_index(c, filters, fingerprint, key, now, cut, bool(base), committed)
+            chosen = queries_prefixes.chosen(c, ids, fingerprint, key, now, "base" if base else "any", limit)
+            found += [(n, -base, unsigned(id)) for id, n in chosen]
+    return [(id, n) for n, _, id in sorted(dict.fromkeys(found), reverse=True)[:limit]]
+
+
+def _by_index(
+    c: Connection, filters: PrefixFilters, fingerprint: int, key: bytes, now: int, cut: bool, base: bool, committed: bool
+) -> list[int]:
+    """The signed ids of stored prefixes of `key`, longest first, where the walk takes too many steps."""
+    if cut or base:
+        return queries.whole_by_end(c, fingerprint, key)
+    if not queries_prefixes.complete(c):
+        return [signed(id) for id, _ in _whole(c, fingerprint, key, now, cut, None)]
+    held = filters.of(fingerprint)
+    with held.lock:
+        return held.whole(c, fingerprint, key, now, committed=committed)
 
 
 def _longest_whole(

@@ -126,10 +126,10 @@ def unreadable(id: int) -> Entry:
     )  # fmt: skip
 
 
-def entry(c: Connection, id: int, fingerprint: int | None) -> Entry | None:
-    """The entry of this id; with a fingerprint, only if it is the entry's."""
-    sql = f"SELECT {ENTRY} {_FROM} WHERE e.id = ? AND (?2 IS NULL OR e.fingerprint = ?2)"
-    row = c.execute(sql, (signed(id), fingerprint)).fetchone()
+def entry(c: Connection, id: int, fingerprint: int | None, *, bases: bool = False) -> Entry | None:
+    """The entry of this id; with a fingerprint, only if it is the entry's. A base is none, unless `bases` are asked for."""
+    sql = f"SELECT {ENTRY} {_FROM} WHERE e.id = ? AND (?2 IS NULL OR e.fingerprint = ?2) AND m.base <= ?3"
+    row = c.execute(sql, (signed(id), fingerprint, int(bases))).fetchone()
     return None if row is None else entry_of(row)
 
 
@@ -175,19 +175,27 @@ def set_head(c: Connection, id: int, head: bytes | None) -> None:
 
 
 def insert_entry(
-    c: Connection, e: Entry, fingerprint: int, token_bytes: bytes, cut_any: bool, head: bytes | None = None
+    c: Connection,
+    e: Entry,
+    fingerprint: int,
+    token_bytes: bytes,
+    cut_any: bool,
+    head: bytes | None = None,
+    *,
+    saved: bool = False,
 ) -> None:
+    """saved: it is counted as saved in its family."""
     c.execute(
         "INSERT INTO entries(id, fingerprint, cut_any, n_tokens, tokens, head) VALUES(?,?,?,?,?,?)",
         (signed(e.id), fingerprint, int(cut_any), e.n_tokens, token_bytes, head),
     )
     c.execute(
         """INSERT INTO meta(entry, class, source, created_at, last_used, expires_at, ttl, hits, family, n_input, n_images,
- size, stored, parent, excerpt, use_order) VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)""",
+ size, stored, parent, excerpt, use_order, saved) VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)""",
         (
             signed(e.id), e.entry_class, e.source, e.created_at, e.last_used, e.expires_at, e.ttl, signed(e.hits),
             signed(e.family), e.n_input, e.n_images, e.size, e.stored,
-            None if e.parent is None else signed(e.parent), e.excerpt, next_use(c),
+            None if e.parent is None else signed(e.parent), e.excerpt, next_use(c), int(saved),
         ),
     )  # fmt: skip
     if not cut_any:
@@ -198,10 +206,17 @@ def insert_entry(
 _LAST_USE = 1 << 62
 
 
+_NEXT_USE = "SELECT max({})".format(
+    ", ".join(
+        f"ifnull((SELECT max(use_order) FROM meta WHERE class = '{name}' AND base = 0 AND use_order < {_LAST_USE}), 0)"
+        for name in CLASSES
+    )
+)
+
+
 def next_use(c: Connection) -> int:
     """The next place in the order of use."""
-    sql = f"SELECT max(use_order) FROM meta WHERE class = ? AND base = 0 AND use_order < {_LAST_USE}"
-    return 1 + max(c.execute(sql, (name,)).get or 0 for name in CLASSES)
+    return 1 + int(c.execute(_NEXT_USE).get)
 
 
 def update_meta(c: Connection, e: Entry) -> None:
@@ -265,28 +280,6 @@ def delete_entry(c: Connection, id: int) -> None:
     c.execute("DELETE FROM entries WHERE id = ?", (signed(id),))
 
 
-def children(c: Connection, id: int) -> list[int]:
-    return [unsigned(r[0]) for r in c.execute("SELECT entry FROM meta WHERE parent = ?", (signed(id),))]
-
-
-def has_children(c: Connection, id: int) -> bool:
-    return c.execute("SELECT 1 FROM meta WHERE parent = ? LIMIT 1", (signed(id),)).fetchone() is not None
-
-
-def touch(c: Connection, id: int, hits: int, used: int) -> None:
-    """Counts uses of an entry; its parent counts as used with it, and is evicted after it."""
-    c.execute(
-        # The count stops at 2^63 - 1, the largest integer of SQLite.
-        """UPDATE meta SET hits = CASE WHEN hits > 9223372036854775807 - ?1 THEN hits ELSE hits + ?1 END,
- last_used = max(last_used, ?2), use_order = ?3 WHERE entry = ?4""",
-        (hits, used, next_use(c), signed(id)),
-    )
-    c.execute(
-        "UPDATE meta SET last_used = max(last_used, ?), use_order = ? WHERE entry = (SELECT parent FROM meta WHERE entry = ?)",
-        (used, next_use(c), signed(id)),
-    )
-
-
 # -- the order of token sequences
 
 
@@ -297,11 +290,16 @@ def _token_rows(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[int, bytes, int
             yield unsigned(id), tokens, expires_at
 
 
-def at_or_before(c: Connection, fingerprint: int, cut: bool, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
-    """(id, tokens, expires_at) of the entries that sort at or before `key`, nearest first."""
-    sql = """SELECT e.id, e.tokens, m.expires_at FROM entries e JOIN meta m ON m.entry = e.id
- WHERE e.fingerprint = ? AND e.base = 0 AND e.cut_any = ? AND e.tokens <= ? ORDER BY e.tokens DESC"""
-    yield from _token_rows(c.execute(sql, (fingerprint, int(cut), key)))
+def at_or_before(
+    c: Connection, fingerprint: int, cut: bool, key: bytes, *, base: bool = False
+) -> Iterator[tuple[int, bytes, int | None]]:
+    """(id, tokens, expires_at) of the entries, or of the bases, that sort at or before `key`, nearest first.
+
+    A base does not expire: others need it.
+    """
+    sql = """SELECT e.id, e.tokens, iif(m.base, NULL, m.expires_at) FROM entries e JOIN meta m ON m.entry = e.id
+ WHERE e.fingerprint = ? AND e.base = ? AND e.cut_any = ? AND e.tokens <= ? ORDER BY e.tokens DESC"""
+    yield from _token_rows(c.execute(sql, (fingerprint, int(base), int(cut), key)))
 
 
 def after(c: Connection, fingerprint: int, key: bytes) -> Iterator[tuple[int, bytes, int | None]]:
@@ -357,17 +355,17 @@ def cut_at_or_before(c: Connection, fingerprint: int, key: bytes) -> Iterator[tu
     yield from _token_rows(c.execute(sql, (fingerprint, key)))
 
 
-def whole_by_end(c: Connection, fingerprint: int, key: bytes) -> list[int]:
-    """The signed ids of the entries that can be cut anywhere and whose tokens are a prefix of `key`, longest first.
+def whole_by_end(c: Connection, fingerprint: int, key: bytes, limit: int = -1) -> list[int]:
+    """The signed ids of entries whose tokens are a prefix of `key`, longest first: those that can be cut anywhere, and bases.
 
     One seek for each token of the key (1 us), in an index of token counts and last tokens.
     """
     sql = """WITH RECURSIVE counts(n) AS (SELECT ?3 UNION ALL SELECT n - 1 FROM counts WHERE n > 1)
- SELECT e.id FROM counts CROSS JOIN entries e WHERE e.fingerprint = ?1 AND (e.cut_any = 1 OR e.base = 1)
- AND e.n_tokens = counts.n
+ SELECT e.id FROM counts CROSS JOIN entries e
+ WHERE e.fingerprint = ?1 AND (e.cut_any = 1 OR e.base = 1) AND e.n_tokens = counts.n
  AND substr(e.tokens, -64) = substr(?2, max(1, 4 * counts.n - 63), min(64, 4 * counts.n))
- AND e.tokens = substr(?2, 1, 4 * counts.n)"""
-    return [r[0] for r in c.execute(sql, (fingerprint, key, len(key) // 4))]
+ AND e.tokens = substr(?2, 1, 4 * counts.n) LIMIT ?4"""
+    return [r[0] for r in c.execute(sql, (fingerprint, key, len(key) // 4, limit))]
 
 
 def has_class(c: Connection, entry_class: str) -> bool:
@@ -375,17 +373,22 @@ def has_class(c: Connection, entry_class: str) -> bool:
 
 
 def same_tokens(c: Connection, fingerprint: int, key: bytes) -> list[int]:
+    """The entries of these very tokens, without bases."""
     sql = "SELECT id FROM entries WHERE fingerprint = ? AND base = 0 AND cut_any IN (0, 1) AND tokens = ?"
     return [unsigned(r[0]) for r in c.execute(sql, (fingerprint, key))]
 
 
 def continuing(c: Connection, fingerprint: int, key: bytes) -> list[int]:
-    """The entries whose tokens begin with `key`, itself with them."""
+    """Entries and bases whose tokens begin with `key` and that are stored whole, or against fewer tokens than it has."""
     end = _after_prefix(key)
-    sql = """SELECT id FROM entries WHERE fingerprint = ? AND base = 0 AND cut_any = ? AND tokens >= ?
- AND (? IS NULL OR tokens < ?)"""
+    sql = """SELECT e.id FROM entries e JOIN meta m ON m.entry = e.id LEFT JOIN entries p ON p.id = m.parent
+ WHERE e.fingerprint = ?1 AND e.base = ?2 AND e.cut_any = ?3 AND e.tokens > ?4 AND (?5 IS NULL OR e.tokens < ?5)
+ AND coalesce(p.n_tokens, 0) < ?6"""
     return [
-        unsigned(r[0]) for cut in (1, 0) for r in c.execute(sql, (fingerprint, cut, key, end, end))
+        unsigned(r[0])
+        for base in (0, 1)
+        for cut in (1, 0)
+        for r in c.execute(sql, (fingerprint, base, cut, key, end, len(key) // 4))
     ]
 
 
@@ -395,16 +398,24 @@ def _after_prefix(key: bytes) -> bytes | None:
     return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else None
 
 
-def family_tokens(c: Connection, fingerprint: int, family: int, now: int, limit: int) -> list[tuple[int, bytes, int, int]]:
-    """(id, tokens, size, tokens of its parent or 0) of the live entries of a family that are not learned.
+def family_tokens(
+    c: Connection, fingerprint: int, family: int, now: int, limit: int
+) -> list[tuple[int, bytes, int, int]]:
+    """What may share a prefix that is not learned yet, in a family: (id of a live entry, tokens, size, tokens of the parent).
 
-    The most recently used first, up to `limit` of the last 4 * `limit`; only those that can be cut anywhere.
+    Tokens and size are those of the part of the entry's chain that is its own: of the last base above it. The most recently
+    used entries first, up to `limit` of the last 4 * `limit`; only those that can be cut anywhere, and none that is learned.
     """
-    sql = """SELECT e.id, e.tokens, m.size, coalesce(p.n_tokens, 0)
- FROM (SELECT entry FROM meta WHERE family = ?1 AND base = 0 ORDER BY use_order DESC LIMIT 4 * ?4) f
- CROSS JOIN meta m ON m.entry = f.entry JOIN entries e ON e.id = m.entry LEFT JOIN entries p ON p.id = m.parent
- WHERE e.fingerprint = ?2 AND m.class <> 'learned' AND (m.expires_at IS NULL OR m.expires_at > ?3) AND e.cut_any
- ORDER BY m.use_order DESC LIMIT ?4"""
+    sql = """WITH RECURSIVE top(entry, place) AS (
+ SELECT entry, use_order FROM meta WHERE family = ?1 AND base = 0 ORDER BY use_order DESC LIMIT 4 * ?4),
+ up(leaf, place, id, depth) AS (
+ SELECT t.entry, t.place, t.entry, 0 FROM top t CROSS JOIN meta m ON m.entry = t.entry
+ WHERE m.class <> 'learned' AND (m.expires_at IS NULL OR m.expires_at > ?3)
+ UNION ALL SELECT u.leaf, u.place, p.entry, u.depth + 1 FROM up u CROSS JOIN meta m ON m.entry = u.id
+ CROSS JOIN meta p ON p.entry = m.parent WHERE p.base = 1 AND u.depth < 1000)
+ SELECT u.leaf, e.tokens, m.size, coalesce(q.n_tokens, 0), max(u.place) FROM up u CROSS JOIN meta m ON m.entry = u.id
+ CROSS JOIN entries e ON e.id = u.id LEFT JOIN meta p ON p.entry = m.parent LEFT JOIN entries q ON q.id = m.parent
+ WHERE e.fingerprint = ?2 AND e.cut_any AND p.base IS NOT 1 GROUP BY u.id ORDER BY max(u.place) DESC LIMIT ?4"""
     rows = c.execute(sql, (signed(family), fingerprint, now, limit))
     return [(unsigned(r[0]), r[1], r[2], r[3]) for r in rows if isinstance(r[1], bytes) and r[1] and not len(r[1]) % 4]
 
@@ -413,15 +424,9 @@ def family_tokens(c: Connection, fingerprint: int, family: int, now: int, limit:
 
 
 def expired(c: Connection, now: int, limit: int) -> list[tuple[int, int]]:
-    """(id, bytes) of expired entries, the longest first; a prefix that live entries are stored against is not among them."""
-    sql = """SELECT entry, stored FROM meta m WHERE expires_at <= ?1 AND base = 0 AND NOT EXISTS (
- SELECT 1 FROM meta k WHERE k.parent = m.entry AND (k.expires_at IS NULL OR k.expires_at > ?1)) ORDER BY expires_at LIMIT ?2"""
+    """(id, bytes) of expired entries, the longest expired first."""
+    sql = "SELECT entry, stored FROM meta WHERE expires_at <= ? AND base = 0 ORDER BY expires_at LIMIT ?"
     return [(unsigned(r[0]), r[1]) for r in c.execute(sql, (now, limit))]
-
-
-def has_live_children(c: Connection, id: int, now: int) -> bool:
-    sql = "SELECT 1 FROM meta WHERE parent = ? AND (expires_at IS NULL OR expires_at > ?) LIMIT 1"
-    return c.execute(sql, (signed(id), now)).fetchone() is not None
 
 
 def least_recently_used(c: Connection, protect: int | None) -> int | None:

@@ -10,7 +10,7 @@ from ..errors import CorruptStoreError
 from ..types import Bytes
 from . import geometry
 from .db import Connection
-from .queries import I63, checked_int, damaged_row, shown, signed
+from .queries import I63, checked_int, damaged_row, shown, signed, unsigned
 from .sqlite import zeroblob
 
 PARTS = ("main", "draft")
@@ -19,7 +19,10 @@ KINDS = ("full", "bkvd")
 
 @dataclass(frozen=True, slots=True)
 class BlobRow:
-    """One state of an entry as it is in the file; `kind` is 'full' or 'bkvd', `stored` the bytes in chunks."""
+    """One state of an entry as it lies in the file; `kind` is 'full' or 'bkvd', `stored` the bytes in chunks.
+
+    `sample` is the hash that a delta against this state records; None in files of an older program, until it is needed.
+    """
 
     id: int
     part: str
@@ -27,16 +30,20 @@ class BlobRow:
     size: int
     stored: int
     digest: bytes
+    sample: int | None = None
+
+
+BLOB = "b.id, b.part, b.kind, b.size, b.stored, b.digest, b.sample"
 
 
 def blobs(c: Connection, id: int) -> list[BlobRow]:
     """The states of an entry; none where the entry is gone and its blobs were left behind."""
-    sql = """SELECT id, part, kind, size, stored, digest FROM blobs WHERE entry = ?1
+    sql = f"""SELECT {BLOB} FROM blobs b WHERE entry = ?1
  AND EXISTS (SELECT 1 FROM entries e JOIN meta m ON m.entry = e.id WHERE e.id = ?1) ORDER BY part DESC"""
-    return [_blob_row(id, row) for row in c.execute(sql, (signed(id),))]
+    return [blob_row(id, row) for row in c.execute(sql, (signed(id),))]
 
 
-def _blob_row(id: int, row: Sequence[Any]) -> BlobRow:
+def blob_row(id: int, row: Sequence[Any]) -> BlobRow:
     """A row of blobs that anything may have written. Raises CorruptStoreError."""
     if row[1] not in PARTS or row[2] not in KINDS:
         raise damaged_row(id, f"it has a {shown(row[1])} state of the kind {shown(row[2])}")
@@ -44,7 +51,8 @@ def _blob_row(id: int, row: Sequence[Any]) -> BlobRow:
         raise damaged_row(id, f"the digest of its {row[1]} state is {shown(row[5])}")
     size = checked_int(id, f"size of its {row[1]} state", row[3], 1)
     stored = checked_int(id, f"stored of its {row[1]} state", row[4], 1)
-    return BlobRow(checked_int(id, "a blob's id", row[0], -I63), row[1], row[2], size, stored, row[5])
+    sample = None if row[6] is None else unsigned(checked_int(id, f"sample of its {row[1]} state", row[6], -I63))
+    return BlobRow(checked_int(id, "a blob's id", row[0], -I63), row[1], row[2], size, stored, row[5], sample)
 
 
 def version(c: Connection, id: int) -> tuple[int, ...]:
@@ -60,9 +68,21 @@ def stage_blob(c: Connection, part: str, kind: str, size: int, stored: int, writ
     return c.last_insert_rowid()
 
 
-def finish_blob(c: Connection, blob: int, id: int, digest: bytes) -> bool:
+def add_blob(
+    c: Connection, part: str, kind: str, size: int, stored: int, id: int, digest: bytes, sample: int | None
+) -> int:
+    """A blob of an entry that is there, in the transaction that also writes its chunks; gives its id."""
+    c.execute(
+        "INSERT INTO blobs(part, kind, size, stored, entry, digest, sample) VALUES(?,?,?,?,?,?,?)",
+        (part, kind, size, stored, signed(id), digest, None if sample is None else signed(sample)),
+    )
+    return c.last_insert_rowid()
+
+
+def finish_blob(c: Connection, blob: int, id: int, digest: bytes, sample: int | None) -> bool:
     """Hands a staged blob to its entry; False where the blob is gone."""
-    c.execute("UPDATE blobs SET entry = ?, digest = ?, writer = NULL WHERE id = ?", (signed(id), digest, blob))
+    values = signed(id), digest, None if sample is None else signed(sample), blob
+    c.execute("UPDATE blobs SET entry = ?, digest = ?, sample = ?, writer = NULL WHERE id = ?", values)
     return c.changes() == 1
 
 
@@ -84,6 +104,18 @@ def chunk_sizes(c: Connection, blob: int) -> list[tuple[int, int, int]]:
     if not all(isinstance(n, int) for row in rows for n in row):
         raise CorruptStoreError(f"blob {blob} has damaged chunks")
     return rows
+
+
+def chunks_of(c: Connection, blobs: Sequence[int]) -> dict[int, list[tuple[int, int, int]]]:
+    """`chunk_sizes` of several blobs, by blob."""
+    sql = """SELECT k.blob, k.id, k.seq, length(k.data) FROM json_each(?) j CROSS JOIN chunks k ON k.blob = j.value
+ ORDER BY j.key, k.seq"""
+    found: dict[int, list[tuple[int, int, int]]] = {blob: [] for blob in blobs}
+    for blob, *row in c.execute(sql, ("[" + ",".join(map(str, blobs)) + "]",)):
+        if not all(isinstance(n, int) for n in row):
+            raise CorruptStoreError(f"blob {blob} has damaged chunks")
+        found[blob].append((row[0], row[1], row[2]))
+    return found
 
 
 def chunk_total(c: Connection, blob: int) -> tuple[int, int]:
@@ -118,8 +150,8 @@ def delete_staged(c: Connection, blob: int) -> bool:
 
 def detach_blobs(c: Connection, id: int) -> None:
     """Leaves the blobs of an entry, and of those stored against it, staged by nobody: the entry can go without them."""
-    sql = """UPDATE blobs SET entry = NULL, writer = '' WHERE entry = ?1
- OR entry IN (SELECT entry FROM meta WHERE parent = ?1)"""
+    sql = """UPDATE blobs SET entry = NULL, writer = '' WHERE entry IN (WITH RECURSIVE down(id) AS (
+ SELECT ?1 UNION SELECT m.entry FROM down d CROSS JOIN meta m ON m.parent = d.id) SELECT id FROM down)"""
     c.execute(sql, (signed(id),))
 
 

@@ -36,10 +36,13 @@ class Filter:
     shared: bool | None = None  # stored against a parent, or whole
     text: str | None = None  # in the excerpt, whatever the case of its letters
     ids: tuple[int, int] = (FIRST, LAST)  # signed, inclusive
+    base: bool | None = False  # bases alone (True), or with the entries (None)
 
     def where(self, now: int) -> tuple[str, list[Any]]:
-        terms = ["m.base = 0", "(m.expires_at IS NULL OR m.expires_at > ?)"]
+        terms = ["(m.base = 1 OR m.expires_at IS NULL OR m.expires_at > ?)"]  # a base does not expire
         values: list[Any] = [now]
+        if self.base is not None:
+            terms[:0] = ["m.base = 1" if self.base else "m.base = 0"]
         if self.ids != (FIRST, LAST):
             terms.append("m.entry BETWEEN ? AND ?")
             values += self.ids

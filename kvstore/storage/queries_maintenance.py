@@ -19,6 +19,10 @@ _ORPHANS = (
     ("entries", "id NOT IN (SELECT entry FROM meta)"),
     ("entries", "id IN (SELECT entry FROM meta WHERE parent NOT IN (SELECT id FROM entries))"),
     ("entries", "fingerprint NOT IN (SELECT id FROM fingerprints)"),
+    (
+        "entries",
+        "id IN (SELECT entry FROM meta m WHERE base = 1 AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry))",
+    ),
     ("entries", "id NOT IN (SELECT entry FROM blobs WHERE part = 'main' AND entry IS NOT NULL)"),
     # A state without chunks, or with a gap. By the index alone: what is missing at the end is found by the next get.
     (

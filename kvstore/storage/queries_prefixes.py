@@ -118,9 +118,9 @@ def serves(c: Connection, row: int, fingerprint: int, key: bytes, now: int) -> b
 
 
 _CHOSEN = {
-    "any": "1",
-    "learned": "m.class = 'learned' AND m.parent IS NULL",
-    "removable": """m.class = 'normal' AND m.n_images = 0 AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry)""",
+    "any": "m.base = 0 AND (m.expires_at IS NULL OR m.expires_at > ?3)",
+    "base": "m.base = 1",
+    "removable": "m.base = 0 AND (m.expires_at IS NULL OR m.expires_at > ?3) AND m.class = 'normal' AND m.n_images = 0",
 }
 
 
@@ -129,11 +129,10 @@ def chosen(
 ) -> list[tuple[int, int]]:
     """(entry, n_tokens) of those of `ids`, in that order, that are live and a prefix of `key`.
 
-    what: "any", "learned" (and whole) or "removable" ones.
+    what: "any" entry, "removable" ones (normal, without images), or a "base", which does not expire.
     """
     sql = f"""SELECT e.id, e.n_tokens FROM json_each(?1) j CROSS JOIN meta m ON m.entry = j.value
  CROSS JOIN entries e ON e.id = m.entry
- WHERE {_CHOSEN[what]} AND e.fingerprint = ?2 AND (m.expires_at IS NULL OR m.expires_at > ?3)
- AND e.tokens = substr(?4, 1, 4 * e.n_tokens) ORDER BY j.key LIMIT ?5"""
+ WHERE {_CHOSEN[what]} AND e.fingerprint = ?2 AND e.tokens = substr(?4, 1, 4 * e.n_tokens) ORDER BY j.key LIMIT ?5"""
     text = "[" + ",".join(map(str, ids)) + "]"
     return [(r[0], r[1]) for r in c.execute(sql, (text, fingerprint, now, key, limit))]

@@ -5,8 +5,8 @@ caller fills its arrays without the lock, `commit` shows them: so the bytes held
 entry is being copied in. Arrays in the cache are read-only and never change. Readers keep
 their arrays alive by reference; that does not pin the cache slot.
 
-Order: an entry that is used moves to the end, and its parent behind it. A parent is always more recently used than its
-children, so it is evicted after them.
+Order: an entry that is used moves to the end, and all that it is stored against behind it, the root of the chain last. What
+others need is always more recently used than they are, so it is evicted after them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class RamCache:
         self.budget = budget
         self._lock = threading.Lock()
         self._entries: OrderedDict[int, CachedEntry] = OrderedDict()
-        self._children: dict[int, set[int]] = {}
         self._bytes = 0
         self._reserved = 0
         self.evictions = 0
@@ -58,22 +57,20 @@ class RamCache:
         with self._lock:
             return list(self._entries)
 
-    def reserve(self, n_bytes: int, parent: int | None = None) -> bool:
-        """Makes room for an entry; False where it does not fit, even alone, or its parent is not held."""
+    def fits(self, n_bytes: int) -> bool:
+        """Whether so much would fit with everything else evicted."""
+        return self.budget < 0 or 0 < n_bytes + self._reserved <= self.budget
+
+    def reserve(self, n_bytes: int) -> bool:
+        """Makes room for an entry; False where it does not fit, even alone."""
         with self._lock:
-            if self.budget == 0 or (parent is not None and parent not in self._entries):
+            if self.budget == 0:
                 return False
             if self.budget > 0:
-                of_parent = 0 if parent is None else self._entries[parent].n_bytes
-                if n_bytes + of_parent + self._reserved > self.budget:
+                if n_bytes + self._reserved > self.budget:
                     return False
-                if parent is not None:
-                    self._entries.move_to_end(parent)
                 while self._bytes + self._reserved + n_bytes > self.budget:
-                    oldest = next(iter(self._entries))
-                    if oldest == parent:
-                        return False
-                    self._drop(oldest)
+                    self._remove(next(iter(self._entries)))
                     self.evictions += 1
             self._reserved += n_bytes
             return True
@@ -83,66 +80,57 @@ class RamCache:
         with self._lock:
             self._reserved -= n_bytes
 
-    def commit(self, id: int, entry: CachedEntry) -> bool:
-        """Makes a reserved entry visible; False if its parent was dropped meanwhile (the reservation is given back)."""
+    def commit(self, id: int, entry: CachedEntry) -> None:
+        """Shows a reserved entry."""
         with self._lock:
             self._reserved -= entry.n_bytes
-            if entry.parent is not None and entry.parent not in self._entries:
-                return False
             if id in self._entries:
-                children = self._children.get(id)
                 self._remove(id)
-                if children:
-                    self._children[id] = children
             self._entries[id] = entry
             self._bytes += entry.n_bytes
-            if entry.parent is not None:
-                self._children.setdefault(entry.parent, set()).add(id)
             self._use(id)
-            return True
 
-    def get(self, id: int, version: tuple[int, ...]) -> CachedEntry | None:
-        """The entry, if it is held in this version, and counts it as used; an older version is dropped."""
+    def get(self, id: int, version: tuple[int, ...], *, use: bool = True) -> CachedEntry | None:
+        """The entry, if it is held in this version, and counts it as used; an older version is dropped.
+
+        use=False: it is one link of a chain; the use of its leaf counts for all.
+        """
         with self._lock:
             entry = self._entries.get(id)
             if entry is None:
                 return None
             if entry.version != version:
-                self._drop(id)
+                self._remove(id)
                 return None
-            self._use(id)
+            if use:
+                self._use(id)
             return entry
 
-    def discard(self, id: int) -> None:
-        """Forgets an entry, and those held that need it."""
+    def use(self, id: int) -> None:
+        """Counts an entry as used, where it is held, with all that it is stored against."""
         with self._lock:
             if id in self._entries:
-                self._drop(id)
+                self._use(id)
+
+    def discard(self, id: int) -> None:
+        """Forgets an entry."""
+        with self._lock:
+            if id in self._entries:
+                self._remove(id)
 
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()
-            self._children.clear()
             self._bytes = 0
 
     def _use(self, id: int) -> None:
         self._entries.move_to_end(id)
-        parent = self._entries[id].parent
-        if parent is not None and parent in self._entries:
+        for _ in range(len(self._entries)):  # a bound: rows that name each other as parents are damage
+            parent = self._entries[id].parent
+            if parent is None or parent not in self._entries:
+                return
             self._entries.move_to_end(parent)
+            id = parent
 
     def _remove(self, id: int) -> None:
-        entry = self._entries.pop(id)
-        self._bytes -= entry.n_bytes
-        self._children.pop(id, None)
-        if entry.parent is not None:
-            siblings = self._children.get(entry.parent)
-            if siblings is not None:
-                siblings.discard(id)
-                if not siblings:
-                    del self._children[entry.parent]
-
-    def _drop(self, id: int) -> None:
-        for child in list(self._children.get(id, ())):
-            self._remove(child)
-        self._remove(id)
+        self._bytes -= self._entries.pop(id).n_bytes

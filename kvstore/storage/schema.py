@@ -10,7 +10,8 @@ from collections.abc import Callable
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from ..errors import DiskFullError, ReadOnlyError, StoreIOError
+from ..errors import DiskFullError, ReadOnlyError
+from ..util.fsutil import MissingFileError
 from . import db, peek, queries_maintenance, queries_prefixes, sqlite
 from .db import Connection, Database
 from .peek import SCHEMA_VERSION
@@ -181,6 +182,6 @@ def dry_run(path: str | os.PathLike[str], *, key: str | None = None, timeout: fl
 def _open(path: str | os.PathLike[str], key: str | None, timeout: float, readonly: bool) -> Database:
     name = os.fspath(path)
     if not os.path.exists(name):
-        raise StoreIOError(f"{name} does not exist", path=name)
+        raise MissingFileError(name)
     db.refuse_network_filesystem(name)
     return Database(name, readonly=readonly, timeout=timeout, key=key)

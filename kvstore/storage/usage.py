@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-from . import queries
+from . import queries, queries_chains
 from .db import Connection
 
 
 class PendingCounters:
-    """Counts in memory until the next write transaction, or the next step of the background thread, takes them to the file.
+    """Counts in memory until the next write transaction takes the uses to the file, and the background thread the rest.
 
     A get would otherwise write five pages; a crash loses the counts of a few seconds, never an entry.
     """
@@ -46,10 +46,13 @@ class PendingCounters:
         with self._lock:
             return bool(self._uses or self._counts)
 
-    def take(self) -> tuple[dict[int, tuple[int, int]], Counter[str]]:
+    def take(self, *, counts: bool) -> tuple[dict[int, tuple[int, int]], Counter[str]]:
+        """The uses, which decide what is evicted; with `counts` those too, which take one more page of the file."""
         with self._lock:
-            taken = self._uses, self._counts
-            self._uses, self._counts = {}, Counter()
+            taken = self._uses, self._counts if counts else Counter()
+            self._uses = {}
+            if counts:
+                self._counts = Counter()
         return taken
 
     def give_back(self, taken: tuple[dict[int, tuple[int, int]], Counter[str]]) -> None:
@@ -68,6 +71,6 @@ def write(c: Connection, taken: tuple[dict[int, tuple[int, int]], Counter[str]])
     for id, (hits, used) in uses.items():
         if hits:
             queries.count_reuse(c, id)
-        queries.touch(c, id, hits, used)
+        queries_chains.touch(c, id, hits, used)
     for name, by in counts.items():
         queries.count(c, name, by)

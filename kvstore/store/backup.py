@@ -31,7 +31,7 @@ def backup(database: Database, path: str, progress: Progress | None = None) -> N
                 to.pragma("page_size", page_size)  # an encrypted copy cannot take over another
                 with to.backup("main", c, "main") as running:
                     while not running.done:
-                        running.step(geometry.BACKUP_PAGES)
+                        running.step(geometry.pages_of(geometry.BACKUP_BYTES, page_size))
                         if progress is not None:
                             progress((n_pages - running.remaining) * page_size, n_pages * page_size)
         finally:

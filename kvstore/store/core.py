@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from ..errors import BusyError, CorruptStoreError, DiskFullError, KVStoreError, StoreIOError
-from ..storage import geometry, integrity, queries, queries_blobs, schema, usage, writers
+from ..storage import geometry, integrity, queries, queries_blobs, queries_chains, schema, usage, writers
 from ..storage.db import Connection, Database
 from ..storage.disk import SPARE_BYTES, Spare, free_bytes
 from ..storage.entry_reader import Damaged, EntryReader
@@ -130,13 +130,17 @@ class StoreCore:
     # -- transactions
 
     @contextmanager
-    def transaction(self, *, durable: bool = True, wait: bool = True) -> Iterator[tuple[Connection, Dropped]]:
-        """A write transaction that takes the pending counters with it, and the list of (entry, why) that it drops.
+    def transaction(
+        self, *, durable: bool = True, wait: bool = True, counts: bool = False
+    ) -> Iterator[tuple[Connection, Dropped]]:
+        """A write transaction that takes the pending uses with it, and the list of (entry, why) that it drops.
+
+        counts: it takes all pending counters. A put does not: it would write one more page.
 
         After the commit, drops are logged and removed from the RAM layer; after a failure nothing is.
         """
-        dropped: Dropped = []
-        taken = self.counters.take()
+        dropped = Dropped()
+        taken = self.counters.take(counts=counts)
         try:
             with self.db.write(durable=durable, wait=wait) as c:
                 usage.write(c, taken)
@@ -151,8 +155,11 @@ class StoreCore:
 
     def _report(self, dropped: Dropped) -> None:
         """Counts, logs and forgets what a committed transaction dropped."""
-        for entry, why in dropped:
+        for id in dropped.bases:
+            self.ram.discard(id)
+        for entry, _ in dropped:
             self.ram.discard(entry.id)
+        for entry, why in (*dropped, *dropped.kept):
             if why not in USER_REASONS:
                 self.counters.count(f"evicted_{why.split(':')[0]}")
             level = logging.INFO if why in EXPECTED_REASONS else logging.WARNING
@@ -161,7 +168,7 @@ class StoreCore:
     def flush(self) -> None:
         """Writes the pending counters to the file."""
         if self.counters:
-            with self.transaction(durable=False):
+            with self.transaction(durable=False, counts=True):
                 pass
 
     # -- a full disk
@@ -211,14 +218,19 @@ class StoreCore:
     # -- dropping, and damage
 
     def drop(self, c: Connection, id: int, why: str, dropped: Dropped) -> None:
-        """Deletes an entry and those stored against it."""
-        for child in queries.children(c, id):
-            entry = self.row_to_drop(c, child)
+        """Deletes an entry, all that is stored against it, and the bases that nothing needs any more."""
+        dropped.bases += queries_chains.needed_by_it_alone(c, id)
+        for child, is_base in queries_chains.descendants(c, id):
+            entry = None if is_base else self.row_to_drop(c, child)
             if entry is not None:
                 dropped.append((entry, why if why in USER_REASONS else "parent_gone"))
-        entry = self.row_to_drop(c, id)
+            else:
+                dropped.bases.append(child)
+        entry = None if queries_chains.is_base(c, id) else self.row_to_drop(c, id)
         if entry is not None:
             dropped.append((entry, why))
+        else:
+            dropped.bases.append(id)
         if self._detaching:
             queries_blobs.detach_blobs(c, id)
         try:
@@ -227,24 +239,35 @@ class StoreCore:
             integrity.rebuild_totals(c)  # sums that are out of range would keep every entry
             queries.delete_entry(c, id)
 
+    def retire(self, c: Connection, id: int, why: str, dropped: Dropped) -> None:
+        """Takes an entry out of the list: it stays as a base where others are stored against it, else it goes."""
+        if not queries_chains.has_children(c, id):
+            self.drop(c, id, why, dropped)
+            return
+        entry = self.row_to_drop(c, id)
+        queries_chains.set_base(c, id, True)
+        if entry is not None:
+            dropped.kept.append((entry, why))
+
     def row_to_drop(self, c: Connection, id: int) -> Entry | None:
-        """The entry of this id, or a stand-in if its row is damaged."""
+        """The entry or base of this id, or what stands for it where its row is damaged."""
         try:
-            return queries.entry(c, id, None)
+            return queries.entry(c, id, None, bases=True)
         except CorruptStoreError:
             return queries.unreadable(id)
 
     def drop_damaged(self, damaged: Damaged, id: int) -> bool:
-        """Drops what kept entry `id` from being read: itself, or its parent if that is wrong again. False if it is not.
+        """Drops what kept entry `id` from being read: itself, or what it is stored against if that is wrong again. False if
+        it is not.
 
-        All children of a parent are dropped with it, and what failed twice was the child: the parent's bytes may have been
-        wrong only once.
+        All that is stored against an entry is dropped with it, and what failed twice was `id`: the bytes of the other may have
+        been wrong only once.
         """
         if damaged.id != id:
-            log.warning("entry %s cannot be served: its parent %s, %s", hex_id(id), hex_id(damaged.id), damaged.reason)
+            log.warning("entry %s cannot be served: its base %s, %s", hex_id(id), hex_id(damaged.id), damaged.reason)
             try:
                 with self.db.read(fresh=True) as c:
-                    self.reader.from_disk().check_whole(c, damaged.id)
+                    self.reader.from_disk().check(c, damaged.id)
                 return False
             except Damaged as again:
                 damaged = again
@@ -254,7 +277,7 @@ class StoreCore:
     def drop_quietly(self, id: int, why: str, version: tuple[int, ...] | None = None) -> None:
         """Drops an entry that cannot be served, if the file can be written and still has the version that was read.
 
-        An expired prefix stays, unserved, for as long as live entries are stored against it.
+        What has expired stays as a base for as long as live entries are stored against it.
         """
         if self.db.readonly:
             log.warning("entry %s: %s (the store is read-only, so it stays)", hex_id(id), why)
@@ -263,10 +286,14 @@ class StoreCore:
             with self.transaction() as (c, dropped):
                 if version is not None and queries_blobs.version(c, id) != version:
                     return
-                if why != "expired" or not queries.has_live_children(c, id, self.now()):
-                    self.drop(c, id, why, dropped)
+                self.expire(c, id, dropped) if why == "expired" else self.drop(c, id, why, dropped)
         except KVStoreError as error:
             log.warning("entry %s: %s; it could not be dropped: %s", hex_id(id), why, error)
+
+    def expire(self, c: Connection, id: int, dropped: Dropped) -> None:
+        """Takes an expired entry out of the list, with what is stored against it and has expired too."""
+        live = queries_chains.has_live_descendants(c, id, self.now())
+        (self.retire if live else self.drop)(c, id, "expired", dropped)
 
     def past_damage(self, call: Callable[..., T], *args: Any) -> T:
         """Runs `call`; if a damaged row stops it, drops that entry and runs it again.
@@ -286,7 +313,7 @@ class StoreCore:
         """Drops an entry if its row is damaged on a new connection too; True if it was dropped."""
         try:
             with self.db.read(fresh=True) as c:
-                queries.entry(c, id, None)
+                queries.entry(c, id, None, bases=True)
                 queries.tokens(c, id)
                 queries_blobs.blobs(c, id)
             return False

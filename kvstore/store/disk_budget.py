@@ -1,25 +1,39 @@
 """The disk budget: what is evicted before something is written, and how the file shrinks.
 
-The file may grow to the budget less a part that is kept for the log: while the log is emptied before every transaction,
-and no transaction writes more than that part, file and log fit at every moment. Room is made ahead, in transactions of
+The file may grow to the budget less a part that is kept for the log: while the log is emptied before a transaction that could
+make it larger than that part, file and log fit at every moment. Room is made ahead, in transactions of
 their own that are as small: eviction frees pages, and free pages are given back where the file is larger than it may be.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from ..errors import BusyError, DiskFullError, InvalidInputError, OverBudgetError
-from ..storage import geometry, policy, queries, queries_blobs
+from ..storage import geometry, policy, queries, queries_blobs, queries_chains
 from ..storage.db import Connection, Database
 from ..storage.disk import free_bytes
 from ..types import Entry
 
+LARGEST_LOG_PART = 64 << 20
 EVICTED_PER_STEP = 64  # by one transaction that prunes: others get their turn in between
-Dropped: TypeAlias = list[tuple[Entry, str]]
+
+
+class Dropped(list[tuple[Entry, str]]):
+    """What a transaction drops: entries, each with the reason.
+
+    `bases` are the ids of bases that go with them. `kept` are entries that are entries no more, but stay as bases of others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bases: list[int] = []
+        self.kept: list[tuple[Entry, str]] = []
+
 
 
 class Core(Protocol):
@@ -60,8 +74,17 @@ class DiskBudget:
 
     def batch_bytes(self) -> int:
         """How much one transaction may write: a small budget gets a small log."""
-        largest = geometry.BATCH_CHUNKS * geometry.CHUNK_BYTES
-        return largest if not self.limited else max(geometry.SMALLEST_BATCH_BYTES, min(largest, self.budget // 16))
+        largest = geometry.BATCH_CHUNKS * geometry.chunk_bytes(self.page_size)
+        return min(largest, self._log_part()) if self.limited else largest
+
+    def _log_part(self) -> int:
+        """The bytes of the budget that are kept for the log."""
+        least = max(geometry.SMALLEST_BATCH_BYTES, 16 * self.page_size)
+        return max(least, min(LARGEST_LOG_PART, self.budget // 16))
+
+    def chunk_bytes(self) -> int:
+        """The size of a chunk, of which a batch holds at least one."""
+        return geometry.chunk_bytes(self.page_size, self.batch_bytes() if self.limited else None)
 
     def max_batch(self, n: int, pages_each: int) -> int:
         """How many of n steps one transaction may do, where each writes `pages_each` pages."""
@@ -80,8 +103,8 @@ class DiskBudget:
         return max(0, pages // 2 * self.page_size)
 
     def _most_pages(self, log_bytes: int) -> int:
-        """Pages that the file may have, if the log is empty and a transaction writes log_bytes."""
-        log_bytes = max(log_bytes, self.batch_bytes())
+        """Pages that the file may have while its log has log_bytes."""
+        log_bytes = max(log_bytes, self._log_part())
         return self.budget // self.page_size - self._pages(log_bytes) - geometry.LOG_PAGES
 
     def _pages(self, n_bytes: int) -> int:
@@ -92,7 +115,7 @@ class DiskBudget:
         if not self.limited:
             return True
         _, pages, free = queries_blobs.pages(c)
-        most = self._most_pages(log_bytes) - self._pages(self._db.wal_bytes())
+        most = self._most_pages(log_bytes + self._db.wal_bytes())
         return pages + max(0, self._pages(need_bytes) + geometry.NEW_PAGES - free) <= most
 
     @contextmanager
@@ -103,36 +126,42 @@ class DiskBudget:
 
         `protect` is not evicted. Raises OverBudgetError, and evicts nothing, if evicting all others would not be enough.
         """
-        give_up = time.monotonic() + 2 * self._db.timeout
+        give_up = time.monotonic() + self._db.timeout
         while True:
-            self.evict_until(need_bytes, log_bytes, protect)
+            self.evict_until(need_bytes, log_bytes, protect, give_up)
             fits = False
             with self._core.transaction(durable=durable) as (c, dropped):
                 fits = self.fits(c, need_bytes, log_bytes)  # another process may have taken the room
                 if fits:
                     yield c, dropped
             if fits:
-                self.empty_log(wait=False)
                 return
             if time.monotonic() > give_up:
+                read = self._db.wal_bytes()
                 raise BusyError(
-                    f"{self._db.path}: its log cannot be emptied, or others fill the room that is made",
+                    f"no room was found for the entry within {self._db.timeout:g} s: "
+                    + (f"another process reads an older state of {self._db.path}" if read else
+                       f"other processes fill the room that is made in {self._db.path}"),
                     path=self._db.path,
-                )
+                    hint="try again when it has finished" if read else "try again",
+                )  # fmt: skip
 
-    def evict_until(self, need_bytes: int, log_bytes: int, protect: int | None) -> None:
-        """Evicts, and shrinks the file, until need_bytes more fit."""
+    def evict_until(self, need_bytes: int, log_bytes: int, protect: int | None, give_up: float = math.inf) -> None:
+        """Evicts, and shrinks the file, until need_bytes more fit. From `give_up` on, it waits for no reader."""
         if not self.limited:
             return
+        with self._db.read() as c:
+            if self.fits(c, need_bytes, log_bytes):
+                return
         need = self._pages(need_bytes) + geometry.NEW_PAGES
         most = self._most_pages(log_bytes)
         while True:
-            self.empty_log()
+            self.empty_log(wait=time.monotonic() < give_up)
             with self._db.read() as c:
                 _, pages, free = queries_blobs.pages(c)
                 if pages + max(0, need - free) <= most:
                     return
-                kept = None if protect is None else queries.entry(c, protect, None)
+                kept = None if protect is None else queries.entry(c, protect, None, bases=True)
             least = geometry.BASE_PAGES + (0 if kept is None else self._pages(kept.stored))
             self._refuse(least + need - most)
             try:
@@ -152,6 +181,8 @@ class DiskBudget:
             if victim is None:
                 missing = pages - free + need - most
                 break
+            if protect is not None and protect in queries_chains.needed_by_it_alone(c, victim):
+                queries_chains.set_base(c, protect, False)  # a base that a put needs would go with its last entry
             self._core.drop(c, victim, "disk_budget", dropped)
             evictions -= 1
             _, pages, free = queries_blobs.pages(c)
@@ -206,9 +237,9 @@ class DiskBudget:
         self.check_size(max_bytes)
         most = max_bytes // self.page_size
         gone: list[Entry] = []
-        give_up = time.monotonic() + 2 * self._db.timeout
+        give_up = time.monotonic() + self._db.timeout
         while self._db.file_bytes() > max_bytes:
-            self._db.checkpoint(truncate=True)
+            self._db.checkpoint(truncate=True, wait=time.monotonic() < give_up)
             with self._core.transaction(durable=False) as (c, dropped):
                 _, pages, free = before = queries_blobs.pages(c)
                 evictions = self.max_batch(EVICTED_PER_STEP, geometry.PAGES_EVICTED)
@@ -217,24 +248,24 @@ class DiskBudget:
                     evictions -= 1
                     _, pages, free = queries_blobs.pages(c)
                 if (surplus := min(free, pages - most)) > 0:
-                    surplus = min(surplus, geometry.FREE_PAGES_PER_STEP)
+                    surplus = min(surplus, self._pages(geometry.FREE_BYTES_PER_STEP))
                     queries_blobs.incremental_vacuum(c, self.max_batch(surplus, geometry.PAGES_PER_FREED))
                 changed = queries_blobs.pages(c) != before
             gone += [entry for entry, _ in dropped]
-            emptied = self._db.checkpoint(truncate=True)
+            emptied = self._db.checkpoint(truncate=True, wait=time.monotonic() < give_up)
             if not changed and (emptied or time.monotonic() > give_up) and self._db.file_bytes() > max_bytes:
                 path, left = self._db.path, self._db.file_bytes()
                 raise BusyError(
-                    f"{path} still has {left} bytes: another process reads its log, or puts",
+                    f"{path} still has {left} bytes: another process reads an older state of it, or puts",
                     path=path,
                     hint="try again when it has finished",
                 )
         return gone
 
-    def shrink(self, n_pages: int) -> int:
-        """Gives up to n_pages free pages back to the file system; how many remain free."""
+    def shrink(self, n_bytes: int) -> int:
+        """Gives up to n_bytes of free pages back to the file system; how many remain free."""
         self.empty_log(wait=False)
-        _, free = self._vacuum(n_pages, wait=False)
+        _, free = self._vacuum(self._pages(n_bytes), wait=False)
         self._db.checkpoint(truncate=True, wait=False)
         return free
 
@@ -245,7 +276,7 @@ class DiskBudget:
         """
         while until is None or free_bytes(self._db.path) < until:
             self.empty_log()
-            before, left = self._vacuum(geometry.FREE_PAGES_PER_STEP if until is None else self._pages(until), wait=True)
+            before, left = self._vacuum(self._pages(geometry.FREE_BYTES_PER_STEP if until is None else until), wait=True)
             self._db.checkpoint(truncate=True)
             if left == 0 or left >= before:
                 return

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import bkvd
-from ..storage import policy
+from ..errors import CorruptStoreError
+from ..storage import policy, queries_chains
 from ..storage.db import Connection
-from ..storage.entry_reader import PARALLEL_DIGEST_BYTES, Damaged, EntryReader
+from ..storage.entry_reader import PARALLEL_DIGEST_BYTES, EntryReader
+from ..storage.queries_chains import Link
 from ..storage.ram_cache import CachedEntry, RamCache
 from ..types import Bytes
 from ..util.workers import Task, Workers
@@ -18,30 +20,50 @@ from .put_request import ParsedStates
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """One state to be stored: `data` is what is written (the state, or a delta against the base's)."""
+    """One state to be stored: `data` is what is written (the state, or a delta against the base's).
+
+    `digests` and `samples`, by part, are of the state as it was put; they may still be being computed.
+    """
 
     name: str  # 'main' or 'draft'
     kind: str  # 'full' or 'bkvd'
     data: Bytes
     size: int
-    digests: Mapping[str, bytes]  # by part; may still be being computed
+    digests: Mapping[str, bytes]
+    samples: Mapping[str, int | None]
 
     @property
     def digest(self) -> bytes:
         return self.digests[self.name]
 
+    @property
+    def sample(self) -> int | None:
+        return self.samples[self.name]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Base:
-    """The entry that a delta is encoded against, in the version that was read."""
+    """The entry that something is stored against, in the version that was read; `links` is its chain, itself first.
+
+    `states` and `samples` are by part. was_base: it was one when it was read.
+    """
 
     id: int
     n_tokens: int
-    entry: CachedEntry
+    links: Sequence[Link]
+    states: Mapping[str, Bytes]
+    samples: Mapping[str, int]
+    was_base: bool = False
 
     @property
     def version(self) -> tuple[int, ...]:
-        return self.entry.version
+        return self.links[0].version
+
+    def record_samples(self, c: Connection) -> None:
+        """Writes the samples that the rows of an older program lack."""
+        for part, row in self.links[0].rows.items():
+            if row.sample is None and part in self.samples:
+                queries_chains.set_sample(c, row.id, self.samples[part])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,15 +80,28 @@ class Encoded:
 
 
 def load_base(reader: EntryReader, c: Connection, id: int, n_tokens: int) -> Base | None:
-    """A base with its bytes; None if it is damaged (its next get drops it)."""
+    """An entry with its states; None where it is damaged: its next get drops it."""
     try:
-        return Base(id, n_tokens, reader.stored(c, id))
-    except Damaged:
+        links = queries_chains.links(c, id)
+        if len(links) >= policy.MAX_LINKS:
+            return load_base(reader, c, links[len(links) // 2].id, links[len(links) // 2].n_tokens)
+        states = reader.states(c, id, links, False)
+        samples = {
+            part: row.sample if row.sample is not None else bkvd.sample_hash(states[part])
+            for part, row in links[0].rows.items()
+        }
+    except CorruptStoreError:
         return None
+    return Base(id, n_tokens, links, states, samples, queries_chains.is_base(c, id))
 
 
 def encode_entry(
-    reader: EntryReader, states: ParsedStates, digests: Mapping[str, bytes], base: Base | None, min_saved: int | None
+    reader: EntryReader,
+    states: ParsedStates,
+    digests: Mapping[str, bytes],
+    samples: Mapping[str, int | None],
+    base: Base | None,
+    min_saved: int | None,
 ) -> Encoded:
     """Encodes the states, as deltas against `base` if that saves enough.
 
@@ -81,23 +116,23 @@ def encode_entry(
             continue
         delta = None
         if base is not None and (name == "main" or shared):
-            of_base = base.entry.main if name == "main" else base.entry.draft
+            of_base = base.states.get(name)
             if of_base is not None:
                 started = time.perf_counter()
                 ours, theirs = states.layout(name), policy.layout_of(of_base)
                 if ours is not None and theirs is not None:
                     delta = bkvd.encode_parsed(
                         state, of_base, base.id, ours, theirs, min_saved=policy.least_saved(min_saved, state.size),
-                        content=True, parent_hash=reader.sample_hash(base.entry, name),
+                        content=True, parent_hash=base.samples[name],
                     )  # fmt: skip
                 elif name == "main":
                     why_whole = "unknown_layout"
                 reader.spent("encode_us", time.perf_counter() - started)
         if delta is None:
-            parts.append(Part(name, "full", state, state.size, digests))
+            parts.append(Part(name, "full", state, state.size, digests, samples))
         else:
             shared += delta.shared
-            parts.append(Part(name, "bkvd", delta.data, state.size, digests))
+            parts.append(Part(name, "bkvd", delta.data, state.size, digests, samples))
     return Encoded(parts, shared, why_whole)
 
 
@@ -109,7 +144,7 @@ def begin_cache_insert(
     Without workers the arrays are the store's own, and are not copied.
     """
     n_bytes = sum(part.data.size for part in parts)
-    return PendingCacheInsert(ram, n_bytes, parts, parent, workers) if ram.reserve(n_bytes, parent) else None
+    return PendingCacheInsert(ram, n_bytes, parts, parent, workers) if ram.reserve(n_bytes) else None
 
 
 class PendingCacheInsert:

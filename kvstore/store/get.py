@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from ..errors import CorruptStoreError
-from ..storage import queries
+from .. import layout
+from ..errors import CorruptStoreError, LayoutError
+from ..storage import queries, queries_chains
 from ..storage.entry_reader import Damaged, EntryReader
-from ..types import SavedState, hex_id
+from ..types import Bytes, Entry, SavedState, hex_id
 from .core import StoreCore
 
 log = logging.getLogger("kvstore")
@@ -23,6 +24,17 @@ def get(core: StoreCore, id: int) -> SavedState | None:
     core.counters.use(id, core.now())
     core.counters.count("hits")
     return dataclasses.replace(saved, entry=core.with_uses(saved.entry))
+
+
+def refuse_opaque(entry: Entry, *states: Bytes | None) -> None:
+    """Raises LayoutError if one of the states has no layout that is understood, so that it cannot be cropped."""
+    for state in states:
+        try:
+            if state is not None:
+                layout.parse(state)
+        except LayoutError as error:
+            message = f"entry {entry.hex_id} is not a llama.cpp state, so it cannot be cut"
+            raise LayoutError(message, hint=f"use all of its {entry.n_tokens} tokens; {error.message}") from None
 
 
 def read(core: StoreCore, id: int) -> SavedState | None:
@@ -43,27 +55,27 @@ def read(core: StoreCore, id: int) -> SavedState | None:
     return None
 
 
-def read_twice(core: StoreCore, id: int) -> SavedState | None:
-    """`read` that drops nothing. Raises Damaged if the entry fails twice.
+def read_twice(core: StoreCore, id: int, *, bases: bool = False) -> SavedState | None:
+    """`read`, which drops nothing, also of a base if `bases`. Raises Damaged for an entry that failed twice.
 
     After a first failure the entry is read again on a new connection, without the RAM layer.
     """
     try:
-        return _read(core, id, core.reader, fresh=False)
+        return _read(core, id, core.reader, fresh=False, bases=bases)
     except CorruptStoreError as error:
         log.debug("entry %s is read again: %s", hex_id(id), error)
     try:
-        return _read(core, id, core.reader.from_disk(), fresh=True)
+        return _read(core, id, core.reader.from_disk(), fresh=True, bases=bases)
     except Damaged:
         raise
     except CorruptStoreError as error:
         raise Damaged(id, error.message) from error
 
 
-def _read(core: StoreCore, id: int, reader: EntryReader, *, fresh: bool) -> SavedState | None:
+def _read(core: StoreCore, id: int, reader: EntryReader, *, fresh: bool, bases: bool) -> SavedState | None:
     with core.db.read(fresh=fresh) as c:
-        entry = queries.entry(c, id, core.scope(c))
-        if entry is not None and not core.is_expired(entry):
+        entry = queries.entry(c, id, core.scope(c), bases=bases)
+        if entry is not None and (not core.is_expired(entry) or (bases and queries_chains.is_base(c, id))):
             main, draft = reader.read(c, entry)
             tokens = queries.tokens(c, id)
             if tokens is None or tokens.size != entry.n_tokens:

@@ -7,16 +7,16 @@ import time
 
 from .. import layout, slotfile
 from ..errors import CorruptStoreError, InvalidInputError, LayoutError, NotFoundError
-from ..storage import policy, queries, queries_blobs
+from ..storage import policy, queries, queries_blobs, queries_chains
 from ..storage import prefix_index as prefixes
 from ..storage.db import Connection
 from ..types import Entry, EntryClass, Source, Tokens, hex_id
 from ..util.buffers import as_u8
 from . import get, put
 from .core import StoreCore
-from .entry_codec import Base, encode_entry
+from .entry_codec import encode_entry, load_base
 from .put_request import ParsedStates, new_request
-from .update import replace_parts
+from .update import known_of, replace_parts
 
 log = logging.getLogger("kvstore")
 FAMILY_ENTRIES = 256  # entries of a family that are considered, the most recently used first
@@ -43,6 +43,7 @@ def learn(core: StoreCore, id: int, n_tokens: int, entry_class: EntryClass, sour
     main, draft = saved.main, saved.draft
     tokens = saved.tokens[:n_tokens]
     if n_tokens < saved.entry.n_tokens:
+        get.refuse_opaque(saved.entry, main)
         main = layout.crop(main, n_tokens)
         if draft is not None:
             try:
@@ -68,7 +69,7 @@ def learn(core: StoreCore, id: int, n_tokens: int, entry_class: EntryClass, sour
             excerpt=saved.entry.excerpt,
             n_input=n_tokens,
             n_images=0,
-            share=False,
+            share=True,
             head=head,
         ),
     )
@@ -77,7 +78,7 @@ def learn(core: StoreCore, id: int, n_tokens: int, entry_class: EntryClass, sour
 
 
 def adopt(core: StoreCore, learned: Entry) -> int:
-    """Stores the entries that continue a learned prefix against it, each in a transaction of its own; their number."""
+    """Stores what continues a learned prefix against it, each in a transaction of its own; their number."""
     with core.db.read() as c:
         fingerprint = core.fingerprint_id(c)
         tokens = queries.tokens(c, learned.id)
@@ -94,34 +95,34 @@ def adopt(core: StoreCore, learned: Entry) -> int:
 
 
 def _adopt_one(core: StoreCore, id: int, learned: Entry) -> bool:
-    """Re-encodes an entry against a learned prefix, if that is longer than its present parent."""
+    """Re-encodes an entry or a base against a learned prefix, which is longer than its present parent."""
     started = time.perf_counter()
     with core.db.read() as c:
-        entry = queries.entry(c, id, None)
-        if entry is None or entry.entry_class == "learned" or entry.parent == learned.id or core.is_expired(entry):
+        entry = queries.entry(c, id, None, bases=True)
+        if entry is None or entry.parent == learned.id:
             return False
-        if queries.has_children(c, id):
+        links = queries_chains.links(c, id)
+        if core.is_expired(entry) and not queries_chains.is_base(c, id):
             return False
-        if entry.parent is not None:
-            present = queries.entry(c, entry.parent, None)
-            if present is not None and present.n_tokens >= learned.n_tokens:
-                return False
-        rows = queries_blobs.blobs(c, id)
-        version = tuple(row.id for row in rows)
-        digests = {row.part: row.digest for row in rows}
+        version = links[0].version if links else ()
         main, draft = core.reader.read(c, entry)
-        base = Base(learned.id, learned.n_tokens, core.reader.stored(c, learned.id))
-    encoded = encode_entry(core.reader, ParsedStates(main, draft), digests, base, core.min_saved)
+        base = load_base(core.reader, c, learned.id, learned.n_tokens)
+    if base is None:
+        return False
+    encoded = encode_entry(core.reader, ParsedStates(main, draft), *known_of(links[0]), base, core.min_saved)
     stored = encoded.stored
     if not encoded.shared or stored >= entry.stored:
         return False
-    with core.budget.reserve(stored, stored, learned.id) as (c, _):
+    with core.budget.reserve(stored, stored, learned.id) as (c, dropped):
         # Another thread or process may have been here since the read.
         if queries_blobs.version(c, id) != version:
             return False
         if queries_blobs.version(c, base.id) != base.version:
             return False
-        shared = replace_parts(c, entry, encoded.parts, base.id)
+        shared = replace_parts(core, c, entry, encoded.parts, base.id)
+        base.record_samples(c)
+        if entry.parent is not None:
+            dropped.bases += queries_chains.delete_childless_bases(c, [entry.parent])
     core.ram.discard(id)
     put.log_shared(shared, base.n_tokens, base.id, started)
     return True

@@ -24,7 +24,7 @@ QUIET_SECONDS = 10.0
 
 
 def expire(core: StoreCore, limit: int = EXPIRED_PER_STEP, *, wait: bool = False) -> list[int]:
-    """Deletes up to `limit` expired entries, with those stored against them; gives their ids."""
+    """Takes up to `limit` expired entries out of the list, and their bytes where no live entry needs them; gives their ids."""
     with core.db.read() as c:
         ids = queries.expired(c, core.now(), limit)
     return core.removing(lambda: _expire(core, limit, wait)) if ids else []
@@ -38,8 +38,8 @@ def _expire(core: StoreCore, limit: int, wait: bool) -> list[int]:
             n_bytes += stored
             if dropped and n_bytes > EXPIRED_BYTES_PER_STEP:
                 break
-            core.drop(c, id, "expired", dropped)
-    return [entry.id for entry, _ in dropped]
+            core.expire(c, id, dropped)
+    return [entry.id for entry, _ in (*dropped, *dropped.kept)]
 
 
 def delete_orphans(core: StoreCore) -> int:
@@ -158,7 +158,7 @@ class Maintenance:
 
     def _flush(self, core: StoreCore) -> None:
         if core.counters:
-            with core.transaction(durable=False, wait=False):
+            with core.transaction(durable=False, wait=False, counts=True):
                 pass
 
     def _delete_orphans(self, core: StoreCore) -> None:
@@ -185,7 +185,7 @@ class Maintenance:
         with core.db.read() as c:
             free = queries_blobs.pages(c)[2]
         while free and not self._stop.is_set():
-            left = core.budget.shrink(geometry.FREE_PAGES_PER_RUN)
+            left = core.budget.shrink(geometry.FREE_BYTES_PER_RUN)
             if left == free:
                 break
             free = left

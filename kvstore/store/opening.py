@@ -9,12 +9,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from ..errors import BusyError, DiskFullError, KVStoreError, StoreIOError
-from ..storage import closed_file, db, disk
+from ..errors import BusyError, DiskFullError, KVStoreError
+from ..storage import closed_file, db, disk, geometry, queries_blobs
+from ..util.fsutil import MissingFileError
 from . import maintenance
 from .core import StoreCore
 from .write_behind import WriteBehind
 
+CLOSE_SECONDS = 2.0
 TRIES = 8  # of an open whose new file another process removes
 
 
@@ -41,11 +43,26 @@ def close_core(
         for step in (core.delete_abandoned_blobs, core.flush, lambda: maintenance.expire(core), core.db.truncate_log):
             with suppress(KVStoreError):  # what fails here (a full disk, a writer elsewhere) costs counts, not entries
                 step()
+        with suppress(KVStoreError):
+            give_back(core)
         if core.spare is not None:
             core.spare.give_up()
         core.db.leave_spare()
     core.db.close()
     core.ram.clear()
+
+
+def give_back(core: StoreCore) -> None:
+    """Gives free pages back to the file system, for CLOSE_SECONDS at the most, and only while no other process writes."""
+    if core.db.memory:
+        return
+    give_up = time.monotonic() + CLOSE_SECONDS
+    with core.db.read() as c:
+        left = queries_blobs.pages(c)[2]
+    while left and time.monotonic() < give_up:
+        before, left = left, core.budget.shrink(geometry.FREE_BYTES_PER_RUN)
+        if left >= before:
+            return
 
 
 def open_core(path: str, build: Callable[[], StoreCore], *, create: bool, key: str | None, timeout: float) -> StoreCore:
@@ -54,7 +71,7 @@ def open_core(path: str, build: Callable[[], StoreCore], *, create: bool, key: s
     started = time.monotonic()
     for tries_left in reversed(range(TRIES)):
         if not create and path != db.MEMORY and not os.path.exists(path):
-            raise StoreIOError(f"{path} does not exist", path=path)
+            raise MissingFileError(path)
         if create:
             created = db.reserve_file(path) or (created and db.identity(path) == before)
         before = db.identity(path)

@@ -9,7 +9,7 @@ from ..storage import prefix_index as prefixes
 from ..storage.db import Connection
 from ..storage.prefix_index import StoredPrefixes
 from ..types import Entry
-from . import entry_codec
+from . import entry_codec, fold
 from .core import StoreCore
 from .entry_codec import Base, Encoded
 from .put_request import PutRequest
@@ -23,18 +23,17 @@ class StalePlan(Exception):
 class Findings:
     """The stored entries that matter to a put.
 
-    same: (id, entry) of the entries with exactly these tokens, which the put replaces; entry is None if its meta row is lost.
-    prefixes: the stored prefixes, None where nothing depends on them. learned: (id, n_tokens) of the longest learned one
+    same: (id, entry) of those with the very same tokens, which the put replaces; the entry is None where its meta is lost.
+    prefixes: the stored prefixes, None where nothing depends on them. bases: (id, n_tokens) of the longest entries and bases
     that the put may be stored against.
     """
 
     same: tuple[tuple[int, Entry | None], ...] = ()
     prefixes: StoredPrefixes | None = None
-    learned: tuple[int, int] | None = None
-    may_share: bool = False
+    bases: tuple[tuple[int, int], ...] = ()
 
     def contained(self, core: StoreCore, c: Connection, request: PutRequest) -> list[int]:
-        """The normal entries that the new one serves, since their tokens begin its own: `c` drops them."""
+        """The normal entries that the new one serves, since their tokens begin its own: they leave the list."""
         if self.prefixes is None or not _may_contain(request):
             return []
         cuts, has_draft = request.cuts, request.draft is not None
@@ -68,89 +67,108 @@ class PutPlan:
         """Whether what is built can be published, given what the file has `now`."""
         if self.base is not None and queries_blobs.version(c, self.base.id) != self.base.version:
             return False
-        return now.learned == self.found.learned
+        return now.bases[:1] == self.found.bases[:1]
 
     def encode(self, core: StoreCore) -> tuple[PutPlan, Encoded]:
-        """The encoded parts, and the plan to publish them by: without a base if the delta saves too little."""
+        """What to store, and the plan that it follows: without the base, where no base saves enough."""
         request = self.request
-        encoded = entry_codec.encode_entry(core.reader, request.states, request.digests, self.base, core.min_saved)
-        if encoded.shared or self.base is None:
-            return self, encoded
-        return replace(self, base=None, why_whole=encoded.why_whole), encoded
+        plan, left = self, [found for found in self.found.bases if found[0] != self.base_id]
+        while True:
+            encoded = entry_codec.encode_entry(
+                core.reader, request.states, request.digests, request.samples, plan.base, core.min_saved
+            )
+            if encoded.shared and plan.base is not None:
+                return fold.folded(core, plan, plan.base, encoded)
+            if plan.base is None:
+                return plan, encoded
+            plan = replace(plan, base=_load(core, left), why_whole=encoded.why_whole)
+            if plan.base is None:
+                return plan, encoded
+
+
+def _load(core: StoreCore, candidates: list[tuple[int, int]]) -> Base | None:
+    """The next candidate that can be read, taken off the list with those before it."""
+    with core.db.read() as c:
+        while candidates:
+            base = entry_codec.load_base(core.reader, c, *candidates.pop(0))
+            if base is not None:
+                return base
+    return None
 
 
 def make_plan(core: StoreCore, request: PutRequest, *, owned: bool) -> PutPlan:
     """Plans a request. `owned`: the caller already has the id, so an identical entry with another id is replaced."""
     with core.db.read() as c:
         fingerprint = core.fingerprint_id(c)
-        found = Findings(may_share=_asks_to_share(request))
+        found = Findings()
         identical = None
         if fingerprint is not None:
             found = look(core, c, fingerprint, request)
-            identical = _identical(core, c, found, request)
+            identical = find_identical(core, c, fingerprint, request, found.same)
             if owned and identical is not None and identical.id != request.id:
                 identical = None
-        base = None
-        if identical is None and found.learned is not None:
-            base = entry_codec.load_base(core.reader, c, *found.learned)
+    base = None
+    if identical is None and found.bases and request.states.layout("main") is not None:
+        base = _load(core, list(found.bases))
     return PutPlan(request, found, identical, base, _why_whole(request, found))
 
 
 def look(core: StoreCore, c: Connection, fingerprint: int, request: PutRequest, *, publishing: bool = False) -> Findings:
-    """Finds the entries that matter to a request: one look-up of the same tokens, at most one walk over the prefixes.
+    """What the file has of a request's tokens.
 
     publishing: called in the transaction that publishes the put, which also needs the entries that the put contains.
     """
     same = tuple((id, queries.entry(c, id, None)) for id in queries.same_tokens(c, fingerprint, request.key))
-    may_share = _asks_to_share(request) and _stays_unlearned(core, same, request)
-    wants_base = may_share and queries.has_class(c, "learned")
-    if not wants_base and not (publishing and _may_contain(request)):
-        return Findings(same, None, None, may_share)
     now = core.now()
-    # The last token is left out: a proper prefix.
-    walked = prefixes.stored_prefixes(c, core.filters, fingerprint, request.key[:-4], now, committed=not publishing)
-    return Findings(same, walked, prefixes.find_base(c, walked, now) if wants_base else None, may_share)
+    key = request.key[:-4]  # the last token is left out: a proper prefix
+    bases: list[tuple[int, int]] = []
+    if request.share and key:
+        bases = prefixes.find_bases(
+            c, core.filters, fingerprint, key, now, policy.BASES_TRIED, committed=not publishing
+        )
+    walked = None
+    if publishing and key and _may_contain(request):
+        walked = prefixes.stored_prefixes(c, core.filters, fingerprint, key, now, committed=False)
+    return Findings(same, walked, tuple(bases))
 
 
-def find_identical(core: StoreCore, c: Connection, fingerprint: int, request: PutRequest) -> Entry | None:
-    """The live entry that already holds exactly these tokens and bytes. An entry that a queued put renewed counts as live."""
-    same = tuple((id, queries.entry(c, id, None)) for id in queries.same_tokens(c, fingerprint, request.key))
-    return _identical(core, c, Findings(same), request)
+def find_identical(
+    core: StoreCore,
+    c: Connection,
+    fingerprint: int,
+    request: PutRequest,
+    same: tuple[tuple[int, Entry | None], ...] | None = None,
+) -> Entry | None:
+    """The live entry that holds these tokens and these very bytes already; one that a queued put renewed is live.
 
-
-def _identical(core: StoreCore, c: Connection, found: Findings, request: PutRequest) -> Entry | None:
-    for id, entry in found.same:
-        rows = queries_blobs.blobs(c, id)
-        if entry is None or (core.is_expired(entry) and id != request.id):
-            continue
-        if {row.part: row.size for row in rows} != request.digests.sizes:
-            continue
-        if {row.part: row.digest for row in rows} == request.digests:
+    `same`: the entries of these tokens, where they are known.
+    """
+    if same is None:
+        same = tuple((id, queries.entry(c, id, None)) for id in queries.same_tokens(c, fingerprint, request.key))
+    for id, entry in same:
+        if entry is not None and (id == request.id or not core.is_expired(entry)) and _holds(c, id, request):
             return entry
     return None
 
 
-def _asks_to_share(request: PutRequest) -> bool:
-    return request.share and request.entry_class != "learned"
-
-
-def _stays_unlearned(core: StoreCore, same: tuple[tuple[int, Entry | None], ...], request: PutRequest) -> bool:
-    """Whether the put stays what it is: one that replaces a learned entry may become learned, and is then whole."""
-    new = request.entry_class, request.source
-    old = [(e.entry_class, e.source) for _, e in same if e is not None and not core.is_expired(e)]
-    return all(policy.merged_class(one, new)[0] != "learned" for one in old)
+def _holds(c: Connection, id: int, request: PutRequest) -> bool:
+    """Whether an entry has the very bytes that a put has."""
+    rows = queries_blobs.blobs(c, id)
+    if {row.part: row.size for row in rows} != request.digests.sizes:
+        return False
+    return {row.part: row.digest for row in rows} == request.digests
 
 
 def _may_contain(request: PutRequest) -> bool:
-    return not request.n_images and bool(request.cuts.any or request.cuts.counts)
+    return not request.n_images and not request.base and bool(request.cuts.any or request.cuts.counts)
 
 
 def _why_whole(request: PutRequest, found: Findings) -> str:
     """Why a put without a base is stored whole."""
-    if request.entry_class == "learned":
-        return "learned"
     if not request.share:
         return "not_asked"
-    if not found.may_share:
-        return "learned"
-    return "no_prefix" if found.learned is None else "damaged_prefix"
+    if found.bases and request.states.layout("main") is None:
+        return "unknown_layout"
+    if found.bases:
+        return "damaged_prefix"
+    return "learned" if request.entry_class == "learned" else "no_prefix"

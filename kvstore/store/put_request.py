@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from .. import layout
+from .. import bkvd, layout
 from ..storage import policy
 from ..storage import prefix_index as prefixes
 from ..storage.policy import Cuts
 from ..types import Bytes, Entry, EntryClass, Source, Tokens
-from ..util.hashing import Digests
+from ..util.hashing import PARALLEL_BYTES, Digests
+from ..util.workers import Task, Workers
 
 
 def new_id() -> int:
@@ -46,11 +49,45 @@ class ParsedStates:
         return self._cuts
 
 
+class Samples(Mapping[str, int]):
+    """The sample hashes of states, by part: what a delta against each records. Computed on access, or by a worker."""
+
+    def __init__(self, states: ParsedStates) -> None:
+        self._states = states
+        self._begun: dict[str, Task[int]] = {}
+        self._known: dict[str, int] = {}
+
+    def begin(self, workers: Workers) -> None:
+        """Starts computing. The states must not change until the hashes were read, or `cancel` has returned."""
+        for name in self:
+            state = self._states[name]
+            if state is not None and state.size >= PARALLEL_BYTES and name not in self._known:
+                self._begun[name] = workers.begin(functools.partial(bkvd.sample_hash, state))
+
+    def cancel(self) -> None:
+        begun, self._begun = self._begun, {}
+        for task in begun.values():
+            task.cancel()
+
+    def __getitem__(self, name: str) -> int:
+        if name not in self._known:
+            task = self._begun.pop(name, None)
+            self._known[name] = bkvd.sample_hash(self._states[name]) if task is None else task.result()
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in ("main", "draft") if self._states[name] is not None])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PutRequest:
     """A put whose arguments have been checked. The arrays are the caller's, or private copies (`owned`).
 
-    `promised` (write-behind): the entry that the caller already has. The put stores its id, times and class.
+    `promised` is the entry that the caller was given already: it is stored with those times and that class. `base`: it is
+    stored as a base, for entries that come later, and takes nothing out of the list.
     """
 
     id: int
@@ -58,6 +95,7 @@ class PutRequest:
     key: bytes
     states: ParsedStates
     digests: Digests
+    samples: Samples
     entry_class: EntryClass
     source: Source
     ttl: int | None
@@ -68,6 +106,7 @@ class PutRequest:
     share: bool
     head: bytes | None = None
     promised: Entry | None = None
+    base: bool = False
 
     @property
     def main(self) -> Bytes:
@@ -123,14 +162,17 @@ def new_request(
     share: bool,
     head: bytes | None,
     id: int | None = None,
+    base: bool = False,
 ) -> PutRequest:
     """The request of checked arguments; `id` is None for a new one."""
+    states = ParsedStates(main, draft)
     return PutRequest(
         id=new_id() if id is None else id,
         tokens=tokens,
         key=prefixes.key_of(tokens),
-        states=ParsedStates(main, draft),
+        states=states,
         digests=Digests(main=main, draft=draft),
+        samples=Samples(states),
         entry_class=entry_class,
         source=source,
         ttl=ttl,
@@ -140,4 +182,5 @@ def new_request(
         n_images=n_images,
         share=share,
         head=head,
+        base=base,
     )

@@ -14,7 +14,7 @@ import numpy as np
 from .. import bkvd
 from ..errors import KVStoreError, StoreIOError
 from ..meta import MetaBlock
-from ..storage import closed_file, db, geometry, queries, queries_blobs, queries_maintenance, sqlite
+from ..storage import closed_file, db, queries, queries_blobs, queries_chains, queries_maintenance, sqlite
 from ..storage import integrity as audit
 from ..storage import schema as upgrade
 from ..storage.db import Connection
@@ -41,15 +41,16 @@ def repair(core: StoreCore, problems: Sequence[Problem]) -> list[int]:
     removed: list[int] = []
     if any(p.invariant == "sqlite" for p in problems):
         _attempt(core, audit.reindex)  # an index alone can be built again from its table
-    # Children first: a parent's good children are rebuilt before the parent is deleted.
+    # Children first: what is good below an entry is stored without it before it is deleted.
     bad = _still_bad(core, problems)
-    for id in sorted(bad, key=lambda id: _has_children(core, id)):
+    for id in sorted(bad, key=lambda id: -_depth(core, id)):
         try:
-            removed += delete.delete(core, id, "keep", "damaged")
+            removed += delete.delete(core, id, "keep", "damaged", bases=True)
         except Unreadable:
             continue
     if "rows" in remedies or bad:
         _attempt(core, audit.clear_parents)
+        _attempt(core, audit.sync_bases)
         _attempt(core, queries_maintenance.delete_orphans)
         _attempt(core, core.reclaim)
         _attempt(core, audit.clear_writers)
@@ -77,20 +78,26 @@ def _attempt(core: StoreCore, step: Callable[[Connection], object]) -> None:
         return  # the next verify names it again
 
 
-def _has_children(core: StoreCore, id: int) -> bool:
+def _depth(core: StoreCore, id: int) -> int:
+    """How many entries an entry is stored against; -1 where that cannot be read."""
     try:
         with core.db.read() as c:
-            return queries.has_children(c, id)
+            return len(queries_chains.links(c, id))
     except Unreadable:
-        return True
+        return -1
 
 
 def _find_cuts(core: StoreCore, c: Connection, id: int) -> None:
-    entry = queries.entry(c, id, None)
-    if entry is not None:
-        main, _ = core.reader.from_disk().read(c, entry)
-        found = cuts_of(main, entry.n_tokens)
-        audit.set_cuts(c, id, found.any, found.counts)
+    entry = queries.entry(c, id, None, bases=True)
+    if entry is None:
+        return
+    main, draft = core.reader.from_disk().read(c, entry)
+    found = cuts_of(main, entry.n_tokens)
+    audit.set_cuts(c, id, found.any, () if queries_chains.is_base(c, id) else found.counts)
+    for row in queries_blobs.blobs(c, id):
+        state = main if row.part == "main" else draft
+        if state is not None:
+            queries_chains.set_sample(c, row.id, bkvd.sample_hash(state))
 
 
 # -- salvage
@@ -144,12 +151,16 @@ def salvage(source: Lenient, target: StoreCore, progress: Progress | None = None
     Parents go first, so what was stored against one is again; where the parent cannot be read its children are lost.
     """
     ids, lost = check.all_ids(source)
-    listed: list[tuple[bool, int, int]] = []
+    sizes: dict[int, int] = {}
+    parents: dict[int, int] = {}
     for id in ids:
         entry = None
         with suppress(StoreIOError):  # said when the entry is copied
             entry = _part(source, lambda c, id=id: queries.meta_alone(c, id))  # type: ignore[misc]
-        listed.append((False, id, 1) if entry is None else (entry.parent is not None, id, entry.size))
+        sizes[id] = 1 if entry is None else entry.size
+        if entry is not None and entry.parent is not None:
+            parents[id] = entry.parent
+    listed = [(_steps(id, parents), id, size) for id, size in sizes.items()]
     total = sum(row[2] for row in listed)
     done = 0
     saved: list[int] = []
@@ -164,12 +175,22 @@ def salvage(source: Lenient, target: StoreCore, progress: Progress | None = None
         if isinstance(item, str):
             lost.append(Problem("whole-entry", id, f"it cannot be read: {item}"))
         # Expired entries are not copied.
-        elif transfer.restore(target, item) is not None:
+        elif transfer.restore(target, item) is not None and not item.base:
             saved.append(id)
         done += n_bytes
         if progress is not None:
             progress(done, total)
+    with target.db.write() as c:
+        queries_maintenance.delete_orphans(c)  # bases whose entries are lost
     return Salvaged(tuple(saved), tuple(lost))
+
+
+def _steps(id: int, parents: dict[int, int]) -> int:
+    """How many entries stand above an entry, by rows that may name each other."""
+    seen = {id}
+    while (id := parents.get(id, 0)) and id not in seen:
+        seen.add(id)
+    return len(seen)
 
 
 def remove_if_unused(path: str, created: tuple[int, int] | None, key: str | None) -> None:
@@ -200,24 +221,39 @@ def remove_if_unused(path: str, created: tuple[int, int] | None, key: str | None
         database.close()
 
 
+def _page_size(path: str) -> int | None:
+    """The page size of a store whose first page is lost.
+
+    The second page says of each page after it what it is: those that follow are roots of tables (SQLite, file format, 1.8).
+    """
+    with open(path, "rb") as f:
+        for page_size in (1 << bits for bits in range(9, 17)):
+            f.seek(page_size)
+            if f.read(20) == b"\1\0\0\0\0" * 4:
+                return page_size
+    return None
+
+
 def with_first_page(path: str, copy: str) -> bool:
     """Copies a file, with the first page of a new store in place of its own; False if the file cannot be a store.
 
     Every store of one schema has its tables at the same pages, so their first page differs in counters alone.
     """
     size = os.path.getsize(path)
-    if size < 2 * geometry.PAGE_SIZE:
+    page_size = _page_size(path)
+    if page_size is None or size < 2 * page_size:
         return False
     db.reserve_file(copy)
     fresh = db.Database(copy)
+    fresh.new_page_size = page_size
     try:
         upgrade.prepare(fresh)
         fresh.checkpoint(truncate=True)
     finally:
         fresh.close()
     with open(copy, "r+b") as f:
-        page = bytearray(f.read(geometry.PAGE_SIZE))
-        page[28:32] = (size // geometry.PAGE_SIZE).to_bytes(4, "big")  # pages in the file
+        page = bytearray(f.read(page_size))
+        page[28:32] = (size // page_size).to_bytes(4, "big")  # pages in the file
         page[92:96] = page[24:28]  # which that number is valid for
         page[32:40] = bytes(8)  # no free pages
         f.seek(0)
@@ -263,7 +299,8 @@ def _with_rows(source: Lenient, id: int, states: dict[str, Bytes]) -> transfer.E
         flags = _part(source, lambda c: queries.family_flags(c, id)) or (False, False)
         block, n_images = transfer.block_of(entry, flags), entry.n_images
     head = _part(source, lambda c: queries.head(c, id))
-    return transfer.Exported(block, tokens, states["main"], states.get("draft"), fingerprint, n_images, head)
+    base = bool(_part(source, lambda c: queries_chains.is_base(c, id)))
+    return transfer.Exported(block, tokens, states["main"], states.get("draft"), fingerprint, n_images, head, base)
 
 
 def _part(source: Lenient, read: Callable[[Connection], T | None]) -> T | None:
@@ -285,15 +322,27 @@ def _states(c: Connection, rows: _Rows, id: int) -> dict[str, Bytes]:
     found = rows.blobs(c, id)
     if not any(row.part == "main" for row in found):
         raise Damaged(id, "its main state is lost")
-    states: dict[str, Bytes] = {}
-    for row in found:
+    return {row.part: _state(c, rows, id, row) for row in found}
+
+
+def _state(c: Connection, rows: _Rows, id: int, row: BlobRow) -> Bytes:
+    """A state as it was put, by the chain that the deltas themselves name. Damaged rows may name each other."""
+    below: set[int] = set()
+    chain: list[tuple[int, BlobRow, Bytes]] = []
+    while True:
         stored = rows.read(c, id, row)
-        parent = of_parent = None
-        if row.kind == "bkvd":
-            parent = bkvd.parent_id(stored)
-            whole = [r for r in rows.blobs(c, parent) if r.part == row.part and r.kind == "full"]
-            if not whole:
-                raise Damaged(id, "its parent is lost")
-            of_parent = rows.read(c, parent, whole[0])
-        states[row.part] = as_put(id, row, stored, parent, of_parent)
-    return states
+        chain.append((id, row, stored))
+        if row.kind == "full":
+            break
+        below.add(id)
+        parent = bkvd.parent_id(stored)
+        above = [r for r in rows.blobs(c, parent) if r.part == row.part] if parent not in below else []
+        if not above:
+            raise Damaged(id, "its parent is lost")
+        id, row = parent, above[0]
+    state: Bytes | None = None
+    for id, row, stored in reversed(chain):
+        parent = bkvd.parent_id(stored) if row.kind == "bkvd" else 0
+        state = as_put(id, row, stored, parent or None, state, verify=row is chain[0][1])
+    assert state is not None
+    return state

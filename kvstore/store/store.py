@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from .. import layout, meta
-from ..errors import InvalidInputError, LayoutError, NotFoundError
+from ..errors import InvalidInputError, NotFoundError
 from ..storage import db, policy, queries, queries_blobs, queries_lists, queries_maintenance
 from ..storage import prefix_index as prefixes
 from ..storage.ram_cache import RamCache
@@ -39,18 +39,15 @@ ENTRIES_PER_PAGE = 256
 EntryId: TypeAlias = int | str | Entry
 _OF_TOKENS, _OF_ENTRY = "the number of tokens", "the number of tokens of the entry"
 FAMILIES_SHOWN = 100
+# A put of so many bytes, and every so many puts, wake the maintenance, which copies the log into the file: pages that several
+# small puts write are then copied once.
+WAKE_BYTES, WAKE_PUTS = 1 << 20, 64
 MAX_TIMEOUT = 2_000_000  # seconds; SQLite counts milliseconds in an int
 
 
 def _cut(saved: SavedState, n: int) -> SavedState:
     """The state of the first n tokens. Raises LayoutError."""
-    for part in (saved.main, saved.draft):
-        try:
-            if part is not None:
-                layout.parse(part)
-        except LayoutError as error:
-            message = f"entry {saved.entry.hex_id} is not a llama.cpp state, so it cannot be cut"
-            raise LayoutError(message, hint=f"get it without n_tokens ({error.message})") from None
+    get.refuse_opaque(saved.entry, saved.main, saved.draft)
     draft = None if saved.draft is None else layout.crop(saved.draft, n)
     return SavedState(saved.entry, saved.tokens[:n], layout.crop(saved.main, n), draft)
 
@@ -107,7 +104,7 @@ class Store:
         sizes = {"cache_ram_mib": cache_ram_mib, "cache_disk_mib": cache_disk_mib}
         for name, value in (sizes if min_saved_mib is None else sizes | {"min_saved_mib": min_saved_mib}).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise InvalidInputError(f"{name} is {value!r}, not a number of MiB")
+                raise InvalidInputError(f"{name} is {value!r}, not a number of MiB", hint="8192 is 8 GiB, 0.5 is 512 KiB")
         if min_saved_mib is not None and min_saved_mib < 0:
             raise InvalidInputError(f"min_saved_mib is {min_saved_mib}", hint="give 0 or more")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout <= MAX_TIMEOUT:
@@ -137,6 +134,7 @@ class Store:
         core = open_core(self.path, build, create=not readonly and not memory, key=key, timeout=timeout)
         self._core = core
         self._behind = WriteBehind(core)
+        self._puts = 0
         self._write_behind = write_behind and not readonly
         self._maintenance: maintenance.Maintenance | None = None
         self._remote: Remote | None = None
@@ -230,27 +228,36 @@ class Store:
             head=None if head is None else bytes(head),
         )
         entry = self._behind.put(request) if self._write_behind else put.put(self._core, request)
-        self._wake()
+        self._puts += 1
+        if entry.size >= WAKE_BYTES or self._puts % WAKE_PUTS == 0:
+            self._wake()
         self._offer(entry)
         return entry
 
-    def get(self, id: EntryId, *, n_tokens: int | None = None) -> SavedState | None:
+    def get(self, id: EntryId, *, n_tokens: int | None = None, count: bool = True) -> SavedState | None:
         """The states of an entry, byte for byte as they were put, or None.
 
         n_tokens: crop to the state of the first n_tokens; LayoutError if the layout does not allow it. The arrays are
-        read-only. An entry that cannot be restored exactly is dropped, with a logged warning, and is a miss.
+        read-only. An entry that cannot be restored exactly is dropped, with a logged warning, and is a miss. count=False: the
+        entry does not count as used, nor as a hit or a miss.
         """
         self._core.db.check()
         id = check_id(id)
-        queued, saved = self._behind.get(id)
-        if not queued:
+        queued, saved = False, None
+        if not count:
+            self._settle()
+            saved = get.read(self._core, id)
+        else:
+            queued, saved = self._behind.get(id)
+        if count and not queued:
             saved = get.get(self._core, id)
         if saved is None:
             return None
         if n_tokens is not None and n_tokens != saved.entry.n_tokens:
             n = check_int(n_tokens, "n_tokens", 1, saved.entry.n_tokens, why=_OF_ENTRY)
             saved = _cut(saved, n)
-        self._core.counters.count("tokens_served", len(saved.tokens))
+        if count:
+            self._core.counters.count("tokens_served", len(saved.tokens))
         return saved
 
     def take(self, id: EntryId) -> SavedState | None:
@@ -337,8 +344,8 @@ class Store:
     def delete(self, id: EntryId, *, children: str = "resident") -> list[int]:
         """Deletes an entry; returns the ids of all entries that were deleted.
 
-        children: which of the entries stored as deltas against it stay, rebuilt whole: "resident" those that the RAM layer
-        holds, "keep" all of them, "drop" none. The others are deleted with it.
+        children: what becomes of the entries stored against it: "resident" keeps those that the RAM layer holds, "keep"
+        all of them (both are stored without it first), "drop" none, at any depth.
         """
         choice(children, ("resident", "keep", "drop"), "value of children")
         with self._settled():
@@ -463,6 +470,8 @@ class Store:
             upkeep_failures=0 if self._maintenance is None else self._maintenance.failures,
             n_families=n_families,
             families=tuple(families),
+            bases=totals[queries.BASE].entries,
+            base_bytes=totals[queries.BASE].stored,
         )
 
     def verify(self) -> list[check.Problem]:
@@ -499,7 +508,7 @@ class Store:
         """Waits until everything that was put is on disk, with the counts of its uses."""
         self._settle()
         if not self._core.db.readonly:
-            with self._core.transaction():  # also waits for counts that another thread is writing
+            with self._core.transaction(counts=True):  # also waits for counts that another thread is writing
                 pass
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """`verify`: lists what is wrong with a store. Never writes, and reads as much as a damaged file allows.
 
 Each invariant of schema.sql is a question of its own; what fails to answer is itself a finding. The digests are checked
-family by family, a parent and its children by one job, which holds the parent's state and one child's at a time.
+tree by tree, a whole entry and all that is stored against it by one job, which holds the states of a parent and a child.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
 
+from .. import bkvd
 from ..errors import CorruptStoreError, KVStoreError, MigrationError, StoreIOError
-from ..storage import db, peek, queries, queries_blobs, sqlite
+from ..storage import db, peek, queries, queries_chains, sqlite
 from ..storage import integrity as audit
 from ..storage.db import Connection, Database
-from ..storage.entry_reader import Damaged, as_put, read_stored
+from ..storage.entry_reader import Damaged, EntryReader, as_put, read_stored
 from ..storage.policy import cuts_of
+from ..storage.queries_chains import Link
+from ..storage.ram_cache import RamCache
 from ..types import Bytes, Entry, hex_id
 
 T = TypeVar("T")
@@ -29,7 +32,7 @@ Remedy: TypeAlias = Literal["drop", "rows", "totals", "cuts", "salvage", "retry"
 Unreadable = (KVStoreError, UnicodeDecodeError, TypeError, ValueError)
 _REMEDIES: dict[str, Remedy] = {
     "no-orphan": "rows", "staged": "rows", "totals": "totals", "cuts": "cuts",
-    "prefixes": "cuts",
+    "prefixes": "cuts", "base": "rows",
 }
 
 
@@ -39,8 +42,8 @@ class Problem:
 
     `invariant` is its name in schema.sql, "sqlite" for what SQLite's own checks find, or "read" where the system refused a
     read. `remedy` is what `repair` does about it: "drop" the entry, delete "rows" that refer to nothing, count "totals" or
-    find "cuts" (with the rows of `prefixes`) anew; "salvage" where only a new file helps; "retry" where nothing is done:
-    verify again.
+    find "cuts" (with the rows of `prefixes`, and the samples of its states) anew; "salvage" where only a new file helps;
+    "retry" where nothing is done: verify again.
     """
 
     invariant: str
@@ -148,19 +151,20 @@ def walk(database: Database, sql: str) -> set[int]:
 
 
 @dataclass(slots=True)
-class _Group:
-    """A whole entry and those stored against it."""
+class _Tree:
+    """A whole entry, and what is stored against each entry of its tree."""
 
     root: int
-    children: list[int]
+    children: dict[int, list[int]]
     n_bytes: int
 
 
 def _states(database: Database, ids: list[int], jobs: int, progress: Progress | None) -> Iterator[Problem]:
-    groups: dict[int, _Group] = {}
+    sizes: dict[int, int] = {}
+    parents: dict[int, int] = {}
     for id in ids:
         try:
-            entry = _twice(database, lambda c, id=id: queries.entry(c, id, None))  # type: ignore[misc]
+            entry = _twice(database, lambda c, id=id: queries.entry(c, id, None, bases=True))  # type: ignore[misc]
         except StoreIOError as error:
             yield _unread(id, error)
             continue
@@ -170,26 +174,41 @@ def _states(database: Database, ids: list[int], jobs: int, progress: Progress | 
             continue
         if entry is None:
             continue  # removed meanwhile, or named by whole-entry
-        group = groups.setdefault(entry.parent or id, _Group(entry.parent or id, [], 0))
+        sizes[id] = entry.size
         if entry.parent is not None:
-            group.children.append(id)
-        group.n_bytes += entry.size
-    total = sum(group.n_bytes for group in groups.values())
+            parents[id] = entry.parent
+    trees = _trees(sizes, parents)
+    total = sum(tree.n_bytes for tree in trees)
     done = 0
 
-    def check(group: _Group) -> tuple[_Group, list[Problem]]:
-        return group, list(_check_group(database, group.root, group.children))
+    def check(tree: _Tree) -> tuple[_Tree, list[Problem]]:
+        return tree, list(_check_tree(database, tree))
 
-    for group, problems in _mapped(check, list(groups.values()), jobs):
+    for tree, problems in _mapped(check, trees, jobs):
         yield from problems
-        done += group.n_bytes
+        done += tree.n_bytes
         if progress is not None:
             progress(done, total)
 
 
+def _trees(sizes: dict[int, int], parents: dict[int, int]) -> list[_Tree]:
+    """All entries in trees. The root of one whose chain ends nowhere, or in itself, is the last entry that was met."""
+    trees: dict[int, _Tree] = {}
+    for id in sizes:
+        root, seen = id, {id}
+        while (above := parents.get(root)) in sizes and above not in seen:
+            root = above
+            seen.add(root)
+        tree = trees.setdefault(root, _Tree(root, {}, 0))
+        tree.n_bytes += sizes[id]
+        if id != root:
+            tree.children.setdefault(parents[id], []).append(id)
+    return list(trees.values())
+
+
 def _mapped(
-    check: Callable[[_Group], tuple[_Group, list[Problem]]], groups: list[_Group], jobs: int
-) -> Iterable[tuple[_Group, list[Problem]]]:
+    check: Callable[[_Tree], tuple[_Tree, list[Problem]]], groups: list[_Tree], jobs: int
+) -> Iterable[tuple[_Tree, list[Problem]]]:
     if jobs <= 1 or len(groups) <= 1:
         yield from map(check, groups)
         return
@@ -200,16 +219,26 @@ def _mapped(
         pool.shutdown(cancel_futures=True)
 
 
-def _check_group(database: Database, root: int, children: list[int]) -> Iterator[Problem]:
-    problems, states = check_entry(database, root, None, {})
-    yield from problems
-    # What cannot be read now says nothing of the entries that are stored against it.
-    unread = next((p for p in problems if p.remedy == "retry"), None)
-    for child in children:
-        if unread is not None:
-            yield dataclasses.replace(unread, entry=child, text=f"its parent {hex_id(root)}: {unread.text}")
+def _check_tree(database: Database, tree: _Tree) -> Iterator[Problem]:
+    """Parents before children. An entry's states are handed to one child; others compose them again, so few are held."""
+    left: list[tuple[int, int | None, dict[str, Bytes] | None, Problem | None]] = [(tree.root, None, {}, None)]
+    seen = set()
+    while left:
+        id, parent, of_parent, unread = left.pop()
+        if id in seen:
             continue
-        yield from check_entry(database, child, root, states)[0]
+        seen.add(id)
+        states: dict[str, Bytes] | None = None
+        if unread is not None:  # what cannot be read now says nothing of what is stored against it
+            yield dataclasses.replace(unread, entry=id, text=f"its base {hex_id(tree.root)}: {unread.text}")
+        else:
+            problems, states = check_entry(database, id, parent, of_parent)
+            yield from problems
+            unread = next((p for p in problems if p.remedy == "retry"), None)
+        children = tree.children.get(id, [])
+        left += [(child, None, None, unread) for child in children[1:]]
+        left += [(child, id, states, unread) for child in children[:1]]
+        of_parent = states = None
 
 
 def check_entry(
@@ -237,31 +266,51 @@ def check_entry(
 def _look(
     c: Connection, id: int, parent: int | None, of_parent: Mapping[str, Bytes] | None
 ) -> tuple[list[Problem], dict[str, Bytes]]:
-    entry = queries.entry(c, id, None)
-    if entry is None:
+    links = queries_chains.links(c, id)
+    entry = queries.entry(c, id, None, bases=True)
+    if entry is None or not links:
         return [], {}
-    rows = queries_blobs.blobs(c, id)
+    rows = links[0].rows.values()
     if entry.parent is not None and (of_parent is None or entry.parent != parent):  # not given, or rebuilt meanwhile
         needed = any(row.kind == "bkvd" for row in rows)
-        of_parent = _whole_states(c, entry.parent) if needed else {}
+        of_parent = _right_states(c, links[1:]) if needed else {}
     problems: list[Problem] = []
     states: dict[str, Bytes] = {}
+    # Where the state of a base is wrong, which nobody gets, the bytes that this one copies may be right: a get reads those.
+    past = any(row.kind == "bkvd" and row.part not in (of_parent or {}) for row in rows)
+    composed = _composed(c, id, links) if past and len(links) > 1 and queries_chains.is_base(c, links[1].id) else {}
     for row in rows:
+        if row.part in composed:
+            states[row.part] = composed[row.part]
+            continue
         try:
-            states[row.part] = as_put(id, row, read_stored(c, id, row), entry.parent, (of_parent or {}).get(row.part))
+            state = as_put(id, row, read_stored(c, id, row), entry.parent, (of_parent or {}).get(row.part))
         except Damaged as error:
             problems.append(Problem(error.invariant, id, error.reason, "drop"))
-    if "main" in states:
+            continue
+        states[row.part] = state
+        if row.sample is not None and row.sample != bkvd.sample_hash(state):
+            problems.append(Problem("delta-parent", id, f"the sample hash of its {row.part} state is wrong", "cuts"))
+    if "main" in states and not queries_chains.is_base(c, id):
         problems += _check_cuts(c, entry, states["main"])
     return problems, states
 
 
-def _whole_states(c: Connection, id: int) -> dict[str, Bytes]:
-    """The states of a whole entry that are right."""
+def _composed(c: Connection, id: int, links: list[Link]) -> dict[str, Bytes]:
+    """The states of the first of `links`, if all of them are right."""
+    with suppress(Damaged):
+        return EntryReader(RamCache(0), True, lambda name, seconds: None).states(c, id, links, True)
+    return {}
+
+
+def _right_states(c: Connection, links: list[Link]) -> dict[str, Bytes]:
+    """The states of the first of `links` that are right."""
     states: dict[str, Bytes] = {}
-    for row in queries_blobs.blobs(c, id):
-        with suppress(Damaged):
-            states[row.part] = as_put(id, row, read_stored(c, id, row), None, None)
+    for link in reversed(links):
+        above, states = states, {}
+        for part, row in link.rows.items():
+            with suppress(Damaged):
+                states[part] = as_put(link.id, row, read_stored(c, link.id, row), link.parent, above.get(part))
     return states
 
 

@@ -23,7 +23,7 @@ from ..util.hashing import Digests
 from . import put as puts
 from .core import StoreCore
 from .put_plan import find_identical
-from .put_request import ParsedStates, PutRequest
+from .put_request import ParsedStates, PutRequest, Samples
 from .queue_index import Overlaid, QueueIndex
 
 T = TypeVar("T")
@@ -35,15 +35,13 @@ class QueuedPut:
     """A put that is not on disk yet.
 
     `entry` was given to the caller, `reserved` bytes of the RAM layer hold its arrays, `hides` are the ids that it
-    replaces or contains. `uses` are the times of its hits: the file has no row yet that could count them. `was_learned`:
-    it changes the class of an entry that others may be stored against.
+    replaces or contains. `uses` are the times of its hits: the file has no row yet that could count them.
     """
 
     entry: Entry
     request: PutRequest
     reserved: int
     hides: frozenset[int] = frozenset()
-    was_learned: bool = False
     uses: list[int] = field(default_factory=list)
 
     def view(self) -> Entry:
@@ -120,11 +118,10 @@ class WriteBehind:
         )  # fmt: skip
         earlier = queued.request
         request = replace(
-            request, id=known.id, states=earlier.states, digests=earlier.digests,
+            request, id=known.id, states=earlier.states, digests=earlier.digests, samples=earlier.samples,
             entry_class=entry_class, source=source, promised=entry,
         )  # fmt: skip
-        was_learned = queued.was_learned or known.entry_class == "learned"
-        return self._add(QueuedPut(entry, request, 0, was_learned=was_learned))
+        return self._add(QueuedPut(entry, request, 0))
 
     def _new(self, request: PutRequest) -> Entry:
         """Queues a put with copies of the caller's arrays, in room that is reserved for them."""
@@ -134,14 +131,12 @@ class WriteBehind:
             for array in (request.tokens, main, draft):
                 if array is not None:
                     array.flags.writeable = False
-            request = replace(request, states=ParsedStates(main, draft), digests=Digests(main=main, draft=draft))
+            states = ParsedStates(main, draft)
+            request = replace(
+                request, states=states, digests=Digests(main=main, draft=draft), samples=Samples(states)
+            )
             _ = request.cuts  # parsed here, while no lock of the queue is held
-            plan = self._plan(request)
-            if plan is None:  # only the file can decide, once the queue is written
-                self.drain()
-                plan = self._plan(request)
-                assert plan is not None
-            entry_class, source, hides = plan
+            entry_class, source, hides = self._plan(request)
             request = replace(request, entry_class=entry_class, source=source)
             entry = request.entry(self._core.now(), reserved, None)
             return self._add(QueuedPut(entry, replace(request, promised=entry), reserved, hides))
@@ -149,12 +144,8 @@ class WriteBehind:
             self._core.ram.cancel(reserved)
             raise
 
-    def _plan(self, request: PutRequest) -> tuple[EntryClass, Source, frozenset[int]] | None:
-        """The class of a new entry, and the ids that it replaces or contains; None where only the file can tell.
-
-        The same as `put_plan` finds when the put is written. A normal entry that has children stays in the list; where queued
-        puts may change whether it has children, only the write can decide.
-        """
+    def _plan(self, request: PutRequest) -> tuple[EntryClass, Source, frozenset[int]]:
+        """The class of a new entry, and the ids that it replaces or contains, as `put_plan` finds when the put is written."""
         now = self._core.now()
         wanted: tuple[EntryClass, Source] = request.entry_class, request.source
         hides: set[int] = set()
@@ -166,8 +157,6 @@ class WriteBehind:
             for id, n in list(prefixes.prefixes_in(self._index, request.key[:-4], now)):
                 queued = self._by_id[id]
                 if _contains(request, n, queued.entry, queued.request.draft is not None):
-                    if queued.was_learned:
-                        return None
                     hides.add(id)
         with self._core.db.read() as c:
             fingerprint = self._core.fingerprint_id(c)
@@ -184,11 +173,7 @@ class WriteBehind:
                 if old is None or self._is_hidden(id) or self._is_queued(id):
                     continue
                 if _contains(request, n, old, len(queries_blobs.blobs(c, id)) > 1):
-                    children = queries.children(c, id)
-                    if any(self._is_hidden(child) for child in children):
-                        return None
-                    if not children:
-                        hides.add(id)
+                    hides.add(id)
         return *wanted, frozenset(hides)
 
     def _reserve(self, n_bytes: int) -> bool:

@@ -204,6 +204,14 @@ def open_source(path: str | os.PathLike[str]) -> FileIO:
 # -- errors
 
 
+class MissingFileError(StoreIOError, FileNotFoundError):
+    """A file that must exist does not."""
+
+    def __init__(self, path: str, hint: str = "give the path of a kvstore file") -> None:
+        super().__init__(f"{path} does not exist", path=path, hint=hint)
+        self.errno, self.filename = errno.ENOENT, path
+
+
 def error_of(
     error: OSError,
     path: str | os.PathLike[str],

@@ -52,7 +52,6 @@ ALTER TABLE blobs ADD COLUMN sample INTEGER;
 INSERT OR REPLACE INTO totals VALUES('base', 0, 0, 0);
 
 CREATE INDEX entries_by_tokens ON entries(fingerprint, base, cut_any, tokens);
-CREATE INDEX meta_by_family ON meta(family) WHERE base = 0;
 CREATE INDEX meta_by_use ON meta(class, use_order) WHERE base = 0;
 CREATE INDEX meta_by_expiry ON meta(expires_at) WHERE expires_at IS NOT NULL AND base = 0;
 CREATE TABLE IF NOT EXISTS prefixes(
@@ -138,7 +137,7 @@ WHEN old.expires_at IS NOT NULL AND (new.expires_at IS NULL OR new.expires_at > 
 END;
 CREATE TRIGGER entries_deleted BEFORE DELETE ON entries BEGIN
   DELETE FROM entries WHERE id IN (WITH RECURSIVE down(id) AS (
-    SELECT entry FROM meta WHERE parent = old.id UNION SELECT m.entry FROM down d JOIN meta m ON m.parent = d.id)
+    SELECT entry FROM meta WHERE parent = old.id UNION SELECT m.entry FROM down d CROSS JOIN meta m ON m.parent = d.id)
     SELECT id FROM down);
 END;
 CREATE TRIGGER entry_gone AFTER DELETE ON entries BEGIN
@@ -149,26 +148,27 @@ CREATE TRIGGER entry_gone AFTER DELETE ON entries BEGIN
   DELETE FROM meta WHERE entry = old.id;
 END;
 CREATE TRIGGER bases_gone AFTER DELETE ON meta
-WHEN EXISTS (SELECT 1 FROM meta WHERE entry = old.parent AND base = 1) BEGIN
+WHEN EXISTS (SELECT 1 FROM meta WHERE entry = old.parent AND base = 1)
+  AND NOT EXISTS (SELECT 1 FROM entries WHERE id = old.entry) BEGIN
   DELETE FROM entries WHERE id IN (WITH RECURSIVE up(id) AS (
     SELECT entry FROM meta m WHERE entry = old.parent AND base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> old.entry)
-    UNION SELECT m.entry FROM up u JOIN meta x ON x.entry = u.id JOIN meta m ON m.entry = x.parent WHERE m.base = 1
+    UNION SELECT m.entry FROM up u CROSS JOIN meta x ON x.entry = u.id CROSS JOIN meta m ON m.entry = x.parent WHERE m.base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> u.id)) SELECT id FROM up);
   DELETE FROM chunks WHERE blob IN (SELECT id FROM blobs WHERE entry IN (WITH RECURSIVE up(id) AS (
     SELECT entry FROM meta m WHERE entry = old.parent AND base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> old.entry)
-    UNION SELECT m.entry FROM up u JOIN meta x ON x.entry = u.id JOIN meta m ON m.entry = x.parent WHERE m.base = 1
+    UNION SELECT m.entry FROM up u CROSS JOIN meta x ON x.entry = u.id CROSS JOIN meta m ON m.entry = x.parent WHERE m.base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> u.id)) SELECT id FROM up));
   DELETE FROM blobs WHERE entry IN (WITH RECURSIVE up(id) AS (
     SELECT entry FROM meta m WHERE entry = old.parent AND base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> old.entry)
-    UNION SELECT m.entry FROM up u JOIN meta x ON x.entry = u.id JOIN meta m ON m.entry = x.parent WHERE m.base = 1
+    UNION SELECT m.entry FROM up u CROSS JOIN meta x ON x.entry = u.id CROSS JOIN meta m ON m.entry = x.parent WHERE m.base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> u.id)) SELECT id FROM up);
   DELETE FROM meta WHERE entry IN (WITH RECURSIVE up(id) AS (
     SELECT entry FROM meta m WHERE entry = old.parent AND base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> old.entry)
-    UNION SELECT m.entry FROM up u JOIN meta x ON x.entry = u.id JOIN meta m ON m.entry = x.parent WHERE m.base = 1
+    UNION SELECT m.entry FROM up u CROSS JOIN meta x ON x.entry = u.id CROSS JOIN meta m ON m.entry = x.parent WHERE m.base = 1
       AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry AND k.entry <> u.id)) SELECT id FROM up);
 END;
 CREATE TRIGGER unswept_blob_deleted AFTER DELETE ON blobs
@@ -296,6 +296,6 @@ SELECT printf('%016x', b.entry) AS id, b.part, b.kind, round(b.size / 1048576.0,
 FROM blobs b WHERE b.entry IS NOT NULL
 ORDER BY b.stored DESC;
 CREATE VIEW savings AS
-SELECT class, entries, round(size / 1048576.0, 2) AS mib, round(stored / 1048576.0, 2) AS stored_mib,
-       round((size - stored) / 1048576.0, 2) AS shared_mib
+SELECT class, entries, round(iif(class = 'base', 0, size) / 1048576.0, 2) AS mib, round(stored / 1048576.0, 2) AS stored_mib,
+       round((iif(class = 'base', 0, size) - stored) / 1048576.0, 2) AS shared_mib
 FROM totals;

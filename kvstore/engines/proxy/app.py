@@ -24,9 +24,11 @@ from .options import ProxyOptions
 from .pages import Pages
 from .rates import Rates
 from .saver import Saver
+from .slot_memory import SlotMemory
 from .slots import SlotTable
 from .tokenizer import Tokenizer
 from .upstream import Upstream
+from .warm_start import WarmStart
 
 log = logging.getLogger("kvstore.proxy")
 
@@ -40,23 +42,28 @@ def create_app(options: ProxyOptions, listen_host: str) -> Starlette:
     api_key = options.api_key or None
     metrics = Metrics()
     upstream = Upstream(options.upstream, api_key=options.upstream_api_key or None)
-    backend = LlamaServerBackend(upstream, options.slot_dir)
-    slots, tokenizer = SlotTable(Rates(), options.min_tokens), Tokenizer(backend)
+    memory = SlotMemory(options.slot_memory_bytes)
+    backend = LlamaServerBackend(upstream, options.slot_dir, memory=memory, count=metrics.count)
+    slots, tokenizer = SlotTable(Rates(), options.min_tokens, metrics.count), Tokenizer(backend)
     link = BackendLink(backend, slots, options, metrics, on_new_model=tokenizer.reset)
     saver = Saver(link, slots, tokenizer, metrics)
+    warm = WarmStart(link, slots, metrics)
     cache = Cache(link, slots, tokenizer, saver, metrics)
-    pages = Pages(link, slots, metrics, private=api_key is not None)
+    pages = Pages(link, slots, tokenizer.shapes, metrics, private=api_key is not None)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         for name in backend.remove_stale():
             log.info("removed %s, left by a proxy that was killed", name)
-        watching, saving = asyncio.create_task(link.watch()), asyncio.create_task(saver.run())
+        watching, saving = [asyncio.create_task(link.watch())], asyncio.create_task(saver.run())
+        if options.warm_start:
+            watching.append(asyncio.create_task(warm.run()))
         try:
             yield
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
             await saver.last(saving)
             await link.close()
             await upstream.close()

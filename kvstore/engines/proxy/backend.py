@@ -6,7 +6,7 @@ implementation is `LlamaServerBackend`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from ... import layout, slotfile
 from ...errors import KVStoreError
 from ...types import Tokens
+from .slot_memory import SlotMemory
 
 REQUEST_SECONDS = 60.0
 
@@ -73,7 +74,8 @@ class SlotReport:
 
 @dataclass(frozen=True)
 class Timings:
-    """The server's report of an answered request: tokens reused, tokens computed, and tokens generated."""
+    """The server's report of an answered request: tokens reused, tokens computed, and tokens generated. `computed_ms` is
+    0 where it does not tell the time."""
 
     cached: int
     computed: int
@@ -89,6 +91,9 @@ class Backend(Protocol):
 
     @property
     def url(self) -> str: ...
+
+    @property
+    def memory(self) -> SlotMemory: ...
 
     # -- the process
 
@@ -115,18 +120,26 @@ class Backend(Protocol):
         """The prompt that the chat template makes of a chat request."""
         ...
 
-    async def tokenize(self, text: str, *, add_special: bool) -> Tokens: ...
+    async def tokenize(
+        self, content: str | Sequence[str | int], *, add_special: bool, parse_special: bool = True
+    ) -> Tokens:
+        """The tokens of a text, or of texts and tokens that follow each other."""
+        ...
 
     # -- slots
 
     async def list_slots(self, timeout: float = REQUEST_SECONDS) -> list[SlotReport]: ...
 
-    async def save_slot(self, slot: int, timeout: float) -> slotfile.SlotFile:
-        """What a slot holds. Also raises SlotFileError, OSError."""
+    async def save_slot(self, slot: int, timeout: float, *, n_tokens: int | None = None) -> slotfile.SlotFile:
+        """What a slot holds, n_tokens at most as far as is known. Also raises SlotFileError, OSError."""
         ...
 
-    async def restore_slot(self, slot: int, file: slotfile.SlotFile, timeout: float) -> int:
-        """Puts a state into a slot; the number of tokens that the server took. Also raises SlotFileError, OSError."""
+    async def restore_slot(
+        self, slot: int, file: slotfile.SlotFile, timeout: float, *, begin: Callable[[], bool] | None = None
+    ) -> int:
+        """Puts a state into a slot; the number of tokens that the server took. `begin` is called when the state is ready
+        for the server: where it returns False the server is not asked, and the result is 0. Also raises SlotFileError,
+        OSError."""
         ...
 
     async def erase_slot(self, slot: int) -> None: ...
@@ -141,8 +154,8 @@ class Backend(Protocol):
 
     # -- requests of clients
 
-    def parse_timings(self, tail: bytes) -> Timings | None:
-        """The timings in the end of an answer, streamed or not."""
+    def parse_timings(self, head: bytes, tail: bytes) -> Timings | None:
+        """The timings in an answer, streamed or not, of which these are the beginning and the end."""
         ...
 
     def is_open(self, target: bytes) -> bool:

@@ -113,7 +113,7 @@ class BackendLink:
             try:
                 # The server's loop answers a list of slots when its batch is done; it answers a status at once.
                 if self.slots.quiet and self._lists_slots:
-                    status, listing, adapters = await asyncio.gather(self._status(), self._listing(), self._adapters())
+                    status, listing, adapters = await asyncio.gather(self._status(), self.list_slots(), self._adapters())
                 else:
                     status, listing, adapters = await self._status(), None, self.identity.adapters
                 if self._same(status, listing) and adapters == self.identity.adapters:
@@ -144,7 +144,7 @@ class BackendLink:
             return False
         return status.unique or not (self._unverified or self.slots.restarted(listing))
 
-    async def _listing(self, timeout: float = CHECK_SECONDS) -> Listing | None:
+    async def list_slots(self, timeout: float = CHECK_SECONDS) -> Listing | None:
         """The server's list of slots; None where the server has none, or does not answer in time."""
         generation = self.slots.generation()
         try:
@@ -169,7 +169,7 @@ class BackendLink:
 
         async def ask() -> None:
             with suppress(UpstreamError):
-                listing = await self._listing()
+                listing = await self.list_slots()
                 if slot.uses == uses and slot.last_listing is None:
                     self.slots.listed(listing, self.identity, slot)
 
@@ -187,7 +187,7 @@ class BackendLink:
         if not self._lists_slots:
             return slots.undisturbed(slot)
         # The server answers when its batch is done; the save itself waits for that too.
-        listing, adapters = await asyncio.gather(self._listing(VOUCH_SECONDS), self._adapters(VOUCH_SECONDS))
+        listing, adapters = await asyncio.gather(self.list_slots(VOUCH_SECONDS), self._adapters(VOUCH_SECONDS))
         if self.identity is None or adapters != self.identity.adapters:
             self.invalidate()
             slots.invalidated(slot)
@@ -204,7 +204,7 @@ class BackendLink:
         """The slots in which the server works for another client, or for one that left: not every build stops then."""
         if not self._lists_slots:
             return frozenset()
-        listing = await self._listing()
+        listing = await self.list_slots()
         if self.slots.quiet:
             self.slots.listed(listing, self.identity)
         return self.slots.working(listing)

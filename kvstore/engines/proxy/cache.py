@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from ... import layout, slotfile
@@ -28,7 +29,7 @@ RESTORE_SECONDS = 120.0
 # A chat that adds less computing than this to the contents of its slot goes there without a look into the store.
 HOT_SECONDS = 0.15
 CHARS_PER_TOKEN = 3
-TAIL_BYTES = 16 << 10  # of the end of an answer, which has the timings
+KEPT_BYTES = 16 << 10  # of the beginning and of the end of an answer, which have the timings
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def longer(match: Match | None, other: Match | None) -> Match | None:
 
 
 class Lease:
-    """A slot for one request, ready for it. `body` goes to the server; `finish` gives the slot back."""
+    """A slot for one request, ready for it. `body` goes to the server while `under_way`; `finish` gives the slot back."""
 
     def __init__(self, cache: Cache, prompt: Prompt, choice: Choice, match: Match | None, recent: Recent) -> None:
         self.prompt = prompt
@@ -75,7 +76,8 @@ class Lease:
         slots = cache.slots
         self.meddled = choice.slot.meddled
         self._tainted = -1 if slots.tainting else slots.tainted
-        self.body = prompt.for_slot(choice.slot.id, plain=True)
+        self._foreign = -1 if slots.foreign_requests else slots.foreign
+        self.body = prompt.for_slot(choice.slot.id, plain=True) if prompt.pinned else prompt.body
         self._cache = cache
 
     @property
@@ -84,17 +86,22 @@ class Lease:
         slots = self._cache.slots
         return bool(slots.tainting) or slots.tainted != self._tainted
 
-    async def finish(self, status: int | None, tail: bytes) -> None:
-        """After the answer: its status (None where it was cut off) and the end of its body."""
+    def under_way(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.prompt.pinned else self._cache.slots.unpinned()
+
+    async def finish(self, status: int | None, head: bytes, tail: bytes) -> None:
+        """After the answer: its status (None where it was cut off), the beginning and the end of its body."""
         link, slots = self._cache.link, self._cache.slots
+        slot: Slot | None = self.slot
         try:
-            timings = link.backend.parse_timings(tail) if status == 200 else None
+            timings = link.backend.parse_timings(head, tail) if status == 200 else None
             if self.meddled != self.slot.meddled:
                 slots.invalidated(self.slot)
             elif timings is not None:
-                self._cache.record_result(self, timings)
+                slot = await self._placed(timings)
+                self._cache.record_result(self, slot, timings)
                 link.mark_verified()
-            elif status in (None, 200):
+            elif status in (None, 200) and self.prompt.pinned:
                 self._cache.record_cut_off(self)
             else:
                 slots.invalidated(self.slot)
@@ -103,9 +110,25 @@ class Lease:
             self._cache.metrics.count("failures")
             slots.invalidated(self.slot)
         finally:
-            link.note(self.slot)
+            link.note(self.slot if slot is None else slot)
             await slots.released(self.slot)
             self._cache.saver.wake()
+
+    async def _placed(self, timings: Timings) -> Slot | None:
+        """The slot that the server took; None where that is not sure."""
+        if self.prompt.pinned:
+            return self.slot
+        link, slots = self._cache.link, self._cache.slots
+        n_total = timings.cached + timings.computed + max(0, timings.generated - 1)
+        listing = await link.list_slots() if len(slots.all) > 1 else None
+        slot = slots.placed(self.slot, listing, link.identity, n_total, self._foreign)
+        if slot is not self.slot:
+            self._cache.metrics.count("placed_elsewhere")
+            log.debug("the server answered in slot %s, not in slot %d", None if slot is None else slot.id, self.slot.id)
+            if slot is None or self.restored is not None:
+                slots.invalidated(self.slot)
+            slots.listed(listing, link.identity, self.slot)
+        return slot
 
 
 class Cache:
@@ -123,6 +146,13 @@ class Cache:
 
     async def lease(self, path: str, prompt: Prompt) -> Lease | None:
         """A slot for the request, with as much of its prompt as pays; None where the request must pass without the cache."""
+        if not self.tokenizer.shapes.trusts(prompt.shape):
+            self.metrics.count("passed_by_shape")
+            return None
+        with self.slots.arriving():
+            return await self._lease(path, prompt)
+
+    async def _lease(self, path: str, prompt: Prompt) -> Lease | None:
         choice: Choice | None = None
         started = time.perf_counter()
         try:
@@ -173,13 +203,12 @@ class Cache:
     async def _look_up(self, prompt: Prompt) -> tuple[Slot | None, Match | None, frozenset[int]] | None:
         """The slot that is sure to be the right one, or the match in the store; None where the cache is off."""
         link = self.link
-        if prompt.kind == "chat" and self._hot(prompt) is not None:
+        if prompt.kind == "chat" and prompt.pinned and self._hot(prompt) is not None:
             if not await link.check():
                 return None
             if (hot := self._hot(prompt)) is not None:
                 return hot, None, frozenset()
-        fill = prompt.text is None and prompt.tokens is None
-        if fill:
+        if prompt.kind == "chat":
             template, check = self.tokenizer.template(prompt), link.check()
             text, linked = await asyncio.gather(template, check, return_exceptions=True)
             if isinstance(text, BaseException):
@@ -195,22 +224,22 @@ class Cache:
         if prompt.id_slot is not None and prompt.id_slot >= len(self.slots.all):
             return None
         if prompt.tokens is None:
-            await self.tokenizer.fill(prompt)
+            await self.tokenizer.fill(prompt, 0 if link.identity is None else link.identity.n_ctx)
         match = await self._match(prompt)
         unsure = self.slots.unleased_requests or any(slot.cut for slot in self.slots.all)
         return None, match, await link.busy_elsewhere() if unsure else frozenset()
 
     def _hot(self, prompt: Prompt) -> Slot | None:
         """The free slot whose chat this one continues with few tokens."""
-        shape = None
+        fields = None
         for slot in self.slots.all:
             if slot.busy or slot.chat is None or prompt.id_slot not in (None, slot.id):
                 continue
-            added = continues(slot.chat[1], prompt.data["messages"])
+            added = continues(slot.chat[1], prompt.messages)
             if added is None:
                 continue
-            shape = prompt.shape() if shape is None else shape
-            if shape == slot.chat[0]:
+            fields = prompt.template_fields() if fields is None else fields
+            if fields == slot.chat[0]:
                 seconds = self.slots.rates.prefill_seconds(added / CHARS_PER_TOKEN)
                 return slot if seconds < HOT_SECONDS else None
         return None
@@ -328,25 +357,46 @@ class Cache:
         if not link.reuses:
             log.warning("this server does not use its own slot files: restores and saves end until another one is there")
 
-    def record_result(self, lease: Lease, timings: Timings) -> None:
-        """The request was answered: updates metrics, rates and the slot."""
+    def _record_warm(self, lease: Lease, cached: int) -> None:
+        """A request had a slot that was restored before it came: the store saved it that computing."""
+        link, recent = self.link, lease.recent
+        used = min(cached, lease.held)
+        if used < lease.held // 2:
+            self.metrics.count("restores_useless")
+            link.futile_restores += 1
+            return
+        if used:
+            link.futile_restores = 0
+        recent.restored_tokens = used
+        recent.entry = None if lease.slot.entry is None else hex_id(lease.slot.entry)
+        self.metrics.seconds["saved_seconds"] += self.slots.rates.prefill_seconds(used)
+
+    def record_result(self, lease: Lease, slot: Slot | None, timings: Timings) -> None:
+        """The request was answered in this slot: updates metrics, rates and the slot."""
         link, slots = self.link, self.slots
         n_prompt = timings.cached + timings.computed
         recent = lease.recent
         recent.prompt_tokens, recent.cached_tokens = n_prompt, timings.cached
+        self.tokenizer.counted(lease.prompt, n_prompt)
         slots.rates.computed(timings.computed, timings.computed_ms / 1e3)
         if lease.restored is not None:
             used = max(0, min(timings.cached, lease.restored.n_common) - lease.held)
             recent.restored_tokens = used
             saved = slots.rates.prefill_seconds(used) - recent.restore_ms / 1e3
             self.metrics.seconds["saved_seconds"] += max(0.0, saved)
-            if timings.cached < lease.restored.n_common // 2:
+            if slot is not lease.slot or lease.prompt.disagrees:
+                pass  # the entry is not to blame
+            elif timings.cached < lease.restored.n_common // 2:
                 self._record_futile(lease.restored, timings.cached)
             else:
                 link.futile_restores = 0
+        elif slot is lease.slot and slot.warm:
+            self._record_warm(lease, timings.cached)
         if timings.cached:
             recent.source = "store" if recent.restored_tokens else "slot"
+        if slot is not None:
+            recent.slot = slot.id
+            slots.answered(
+                slot, lease.prompt, timings, link.identity, in_store=lease.in_store, overlapped=lease.overlapped
+            )
         self.metrics.done(recent)
-        slots.answered(
-            lease.slot, lease.prompt, timings, link.identity, in_store=lease.in_store, overlapped=lease.overlapped
-        )

@@ -89,8 +89,11 @@ async def probe(backend: LlamaServerBackend, n_slots: int, n_ctx: int) -> tuple[
             for other in range(n_slots):
                 await backend.erase_slot(other)
             file = await _compute(backend, slot, tokens)
+        held = file.tokens.tolist() == tokens and probing.is_plain(file.state, len(tokens))
+        if held:
+            await backend.try_memory(slot, file)
         await backend.erase_slot(slot)
-        if file.tokens.tolist() == tokens and probing.is_plain(file.state, len(tokens)):
+        if held:
             return file, probing.rows_digest(file.state)
         # A request of another client may have used the slot in between.
         log.info("slot %d does not hold the probe (attempt %d)", slot, attempt + 1)

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from .asgi import drain, error_answer, target
 from .backend_link import BackendLink
-from .cache import TAIL_BYTES, Cache
+from .cache import KEPT_BYTES, Cache
 from .http_client import Answer, HttpError
 from .metrics import Metrics
 from .prompt import GENERATES, parse
@@ -121,12 +121,13 @@ class Forwarder:
                 await self._send_on(scope, headers, body, send)
             return
         status: int | None = None
-        tail = b""
+        head = tail = b""
         try:
-            status, tail = await self._send_on(scope, headers, lease.body, send)
+            with lease.under_way():
+                status, head, tail = await self._send_on(scope, headers, lease.body, send)
         finally:
             # Also runs when the client went away: then this task is being cancelled.
-            await asyncio.shield(lease.finish(status, tail))
+            await asyncio.shield(lease.finish(status, head, tail))
 
     def _cacheable(self, scope: Scope) -> bool:
         return not any(name.lower() == b"content-encoding" for name, _ in scope["headers"])
@@ -146,8 +147,9 @@ class Forwarder:
 
     async def _send_on(
         self, scope: Scope, headers: Any, content: Any, send: Send, client: _Client | None = None
-    ) -> tuple[int | None, bytes]:
-        """Status and the end of the body, after all of it was sent; status None where the server broke off."""
+    ) -> tuple[int | None, bytes, bytes]:
+        """Status, and the beginning and the end of the body, after all of it was sent; status None where the server broke
+        off."""
         path = target(scope)
         if scope.get("query_string"):
             path += b"?" + scope["query_string"]
@@ -162,37 +164,39 @@ class Forwarder:
                 with_key=scope.get("with_key", False),
             ) as answer:
                 begun = True
-                return answer.status, await _relay(answer, send, client)
+                return (answer.status, *await _relay(answer, send, client))
         except HttpError as error:
             self.link.mark_unverified()
             if begun:
                 # The answer is not completed and the connection is closed: the client sees a broken answer.
                 log.warning("llama-server broke off: %s", error)
-                return None, b""
+                return None, b"", b""
             log.warning("llama-server cannot be reached: %s", error)
             if client is not None:
                 await client.drain()
             problem = error_answer(502, f"llama-server cannot be reached: {error}", "upstream_error", scope)
             await problem(scope, _nothing, send)
-            return 502, b""
+            return 502, b"", b""
 
 
-async def _relay(answer: Answer, send: Send, client: _Client | None) -> bytes:
-    """Forwards an answer as it arrives; returns the end of its body."""
+async def _relay(answer: Answer, send: Send, client: _Client | None) -> tuple[bytes, bytes]:
+    """Forwards an answer as it arrives; returns the beginning and the end of its body."""
     headers = end_to_end(answer.headers)
     if answer.status in (204, 304):  # there is no body, whatever the length says
         headers = [(name, value) for name, value in headers if name != b"content-length"]
     if any(name.lower() == b"connection" and b"close" in value.lower() for name, value in answer.headers):
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    tail = b""
+    head = tail = b""
     async for chunk in answer.chunks():
-        tail = (tail + chunk)[-TAIL_BYTES:] if len(chunk) < TAIL_BYTES else chunk[-TAIL_BYTES:]
+        if len(head) < KEPT_BYTES:
+            head += chunk[: KEPT_BYTES - len(head)]
+        tail = (tail + chunk)[-KEPT_BYTES:] if len(chunk) < KEPT_BYTES else chunk[-KEPT_BYTES:]
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
     if client is not None and answer.status >= 400:
         await client.drain()
     await send({"type": "http.response.body", "body": b""})
-    return tail
+    return head, tail
 
 
 async def _nothing() -> dict[str, Any]:

@@ -150,6 +150,8 @@ def _failure(error: BaseException) -> HttpError:
     kind = HttpTimeout if isinstance(error, asyncio.TimeoutError) else HttpError
     if isinstance(error, aiohttp.ClientResponseError):
         return kind(f"not an HTTP answer: {error.message.splitlines()[0]}")
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return kind(f"{error}; for a private authority, set SSL_CERT_FILE to its certificate and start the proxy again")
     return kind(f"{error or type(error).__name__}")
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,13 +16,20 @@ from ...types import Tokens
 from . import fingerprint
 from .backend import REQUEST_SECONDS, Identity, SlotReport, Status, Timings
 from .slot_files import SlotFiles
+from .slot_memory import SlotMemory
+from .transfers import Transfers
 from .upstream import UpstreamError
 
 PROBE_SECONDS = 30.0
 _TIMINGS = re.compile(rb'"timings":(\{[^{}]*\})')
+_USAGE = re.compile(rb'"usage":(\{(?:[^{}]|\{[^{}]*\})*\})')
+_MESSAGE_START = re.compile(rb"^event: message_start\n", re.MULTILINE)
 _TAINTS = (b'"lora"', b'"n_cache_reuse"')
 _SLOT_ACTION = re.compile(r"/slots/(\d+)")
-_READS_ONLY = ("/tokenize", "/detokenize", "/apply-template")
+_READS_ONLY = (
+    "/tokenize", "/detokenize", "/apply-template", "/v1/messages/count_tokens", "/chat/completions/input_tokens",
+    "/v1/chat/completions/input_tokens", "/responses/input_tokens", "/v1/responses/input_tokens",
+)  # fmt: skip
 # llama-server answers these without a key: its health, and the files of its page.
 _OPEN = re.compile(
     rb"/(?:(?:v1/)?health|index\.html|build\.json|sw\.js|manifest\.webmanifest|[\w-]+\.(?:ico|svg|png)"
@@ -46,9 +53,18 @@ class Client(Protocol):
 class LlamaServerBackend:
     """One llama-server. `slot_dir` is the directory of its --slot-save-path."""
 
-    def __init__(self, client: Client, slot_dir: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        slot_dir: str | os.PathLike[str],
+        *,
+        memory: SlotMemory | None = None,
+        count: Callable[[str], None] | None = None,
+    ) -> None:
         self.client = client
         self.files = SlotFiles(slot_dir)
+        self.memory = memory or SlotMemory(0)
+        self.transfers = Transfers(self._act, self.files, self.memory, count)
 
     @property
     def url(self) -> str:
@@ -89,8 +105,10 @@ class LlamaServerBackend:
         answer = await self.ask("POST", "/apply-template", body)
         return str(answer["prompt"])
 
-    async def tokenize(self, text: str, *, add_special: bool) -> Tokens:
-        body = {"content": text, "add_special": add_special, "parse_special": True}
+    async def tokenize(
+        self, content: str | Sequence[str | int], *, add_special: bool, parse_special: bool = True
+    ) -> Tokens:
+        body = {"content": content, "add_special": add_special, "parse_special": parse_special}
         answer = await self.ask("POST", "/tokenize", body)
         return np.asarray(answer["tokens"], np.int32)
 
@@ -99,37 +117,26 @@ class LlamaServerBackend:
     async def list_slots(self, timeout: float = REQUEST_SECONDS) -> list[SlotReport]:
         return [_report(each) for each in await self.ask("GET", "/slots", timeout=timeout)]
 
-    async def save_slot(self, slot: int, timeout: float = PROBE_SECONDS) -> slotfile.SlotFile:
-        async def through_file() -> slotfile.SlotFile:
-            path = self.files.for_save()
-            try:
-                body = {"filename": path.name}
-                answer = await self.ask("POST", f"/slots/{slot}?action=save", body, timeout=timeout)
-                n_written = int(answer["n_written"])
-                return await asyncio.get_running_loop().run_in_executor(None, self.files.read, path, n_written)
-            finally:
-                path.unlink(missing_ok=True)
+    async def save_slot(
+        self, slot: int, timeout: float = PROBE_SECONDS, *, n_tokens: int | None = None
+    ) -> slotfile.SlotFile:
+        # If the caller is cancelled, the server still writes the file: its removal must wait for that.
+        return await asyncio.shield(self.files.task(self.transfers.save(slot, n_tokens, timeout)))
 
-        # If the caller is cancelled, the server still writes the file: the removal must wait for that.
-        return await asyncio.shield(self.files.task(through_file()))
+    async def restore_slot(
+        self, slot: int, file: slotfile.SlotFile, timeout: float, *, begin: Callable[[], bool] | None = None
+    ) -> int:
+        return await asyncio.shield(self.files.task(self.transfers.restore(slot, file, timeout, begin)))
 
-    async def restore_slot(self, slot: int, file: slotfile.SlotFile, timeout: float) -> int:
-        loop = asyncio.get_running_loop()
-
-        async def through_file() -> int:
-            path = await loop.run_in_executor(None, self.files.write, file)
-            try:
-                body = {"filename": path.name}
-                answer = await self.ask("POST", f"/slots/{slot}?action=restore", body, timeout=timeout)
-                return int(answer["n_restored"])
-            finally:
-                # The removal is not awaited: the system takes a while to free a large file.
-                loop.run_in_executor(None, lambda: path.unlink(missing_ok=True))
-
-        return await asyncio.shield(self.files.task(through_file()))
+    async def try_memory(self, slot: int, file: slotfile.SlotFile) -> None:
+        """Finds out whether this server can take and give states through memory. The slot holds the file afterwards."""
+        await asyncio.shield(self.files.task(self.transfers.try_memory(slot, file, PROBE_SECONDS)))
 
     async def erase_slot(self, slot: int) -> None:
-        await self.ask("POST", f"/slots/{slot}?action=erase", {}, timeout=PROBE_SECONDS)
+        await self._act(slot, "erase", {}, PROBE_SECONDS)
+
+    async def _act(self, slot: int, action: str, body: Mapping[str, Any], timeout: float) -> Any:
+        return await self.ask("POST", f"/slots/{slot}?action={action}", body, timeout=timeout)
 
     def remove_stale(self) -> list[str]:
         return self.files.remove_stale()
@@ -139,14 +146,14 @@ class LlamaServerBackend:
 
     # -- requests of clients
 
-    def parse_timings(self, tail: bytes) -> Timings | None:
+    def parse_timings(self, head: bytes, tail: bytes) -> Timings | None:
         # The model's own text has its quotes escaped, so it does not match.
         found = _TIMINGS.findall(tail)
-        if not found:
-            return None
         try:
-            t = json.loads(found[-1])
-            return Timings(int(t["cache_n"]), int(t["prompt_n"]), float(t["prompt_ms"]), int(t["predicted_n"]))
+            if found:
+                t = json.loads(found[-1])
+                return Timings(int(t["cache_n"]), int(t["prompt_n"]), float(t["prompt_ms"]), int(t["predicted_n"]))
+            return _timings_of_usage(head, tail)
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -165,6 +172,22 @@ class LlamaServerBackend:
 
     def taints(self, body: bytes) -> bool:
         return any(name in body for name in _TAINTS)
+
+
+def _timings_of_usage(head: bytes, tail: bytes) -> Timings | None:
+    """Answers of the Messages API and whole ones of the Responses API have no timings. A streamed answer of the former
+    tells the tokens of the prompt in its first event."""
+    found = _USAGE.findall(tail)
+    if not found:
+        return None
+    usage = json.loads(found[-1])
+    generated = int(usage["output_tokens"])
+    if begin := _MESSAGE_START.search(head):
+        usage = json.loads(_USAGE.findall(head, begin.end())[0])
+    if "cache_read_input_tokens" in usage:
+        return Timings(int(usage["cache_read_input_tokens"]), int(usage["input_tokens"]), 0.0, generated)
+    cached = int(usage["input_tokens_details"]["cached_tokens"])
+    return Timings(cached, int(usage["input_tokens"]) - cached, 0.0, generated)
 
 
 def _report(listed: Mapping[str, Any]) -> SlotReport:

@@ -12,19 +12,28 @@ from ...fleet.counters import help_of
 from ...meta import clean_excerpt
 from ...types import Stats
 from ...util.printable import printable
+from .slot_memory import SlotMemory
 
 RECENT = 50
 _HELP = {
     "requests": "Requests that the cache looked at.",
     "passed": "Requests that passed through without the cache.",
+    "passed_by_shape": "Of these, requests whose tokens were found wrongly before, or others of their shape.",
+    "placed_elsewhere": "Requests that the server answered in another slot than the one made ready for them.",
     "restores": "States restored into a slot.",
     "restores_skipped": "Restores left out because computing was faster.",
     "restores_failed": "Restores that the server refused.",
     "restores_useless": "Restores after which the server reused little or nothing.",
+    "warm_restores": "Of the restores, those of a warm start: before any request asked for the state.",
+    "warm_hits": "States of a warm start that a request used.",
+    "warm_wasted": "States of a warm start that were lost or overwritten before a request used them.",
+    "warm_bytes": "Bytes of the states of warm starts.",
     "saves": "Slots saved and put into the store.",
     "saves_skipped": "Saves that would have added little.",
     "saves_before_overwrite": "Saves done while a request for another conversation waited.",
     "saves_unfit": "Slots not saved: they may hold more than the plain computation of their tokens, or another client's.",
+    "memory_transfers": "States that passed between the proxy and the server through memory.",
+    "disk_transfers": "States that passed between them through a file on the disk.",
     "failures": "Failures of the cache; the requests were served without it.",
     "token_mismatches": "Prompts whose tokens differed from those that the server computed.",
     "upstream_changes": "Server processes seen after the first.",
@@ -35,6 +44,7 @@ _HELP = {
 _HELP_SECONDS = {
     "saved_seconds": "Seconds of computing that restored tokens saved, as estimated, without the time of the restores.",
     "restore_seconds": "Seconds spent on restores.",
+    "warm_seconds": "Of these, seconds of warm starts, while no request waited.",
     "overhead_seconds": "Seconds from a request's arrival until it was sent on, without restores and waiting for a slot.",
 }
 
@@ -94,7 +104,14 @@ class Metrics:
             "recent": recent,
         }
 
-    def prometheus(self, store: Stats | None, remote: Mapping[str, float] | None = None) -> str:
+    def prometheus(
+        self,
+        store: Stats | None,
+        memory: SlotMemory,
+        n_agreeing: int = 0,
+        n_distrusted: int = 0,
+        remote: Mapping[str, float] | None = None,
+    ) -> str:
         lines: list[str] = []
 
         def add(name: str, kind: str, text: str, samples: dict[str, float]) -> None:
@@ -113,6 +130,11 @@ class Metrics:
             "Requests by where the reused part of the prompt came from.",
             {**sources},
         )
+        add("kvstore_slot_memory_bytes", "gauge", "Memory of the states on their way.", {"": memory.used})
+        budget = 0 if memory.off else memory.budget
+        add("kvstore_slot_memory_budget_bytes", "gauge", "Memory that these may take; 0: they take the disk.", {"": budget})
+        shapes = {'{trusted="yes"}': n_agreeing, '{trusted="no"}': n_distrusted}
+        add("kvstore_request_shapes", "gauge", "Shapes of requests, by whether their tokens are known.", {**shapes})
         if store is not None:
             classes = {f'{{class="{name}"}}': n for name, n in store.entries.items()}
             add("kvstore_store_entries", "gauge", "Entries of the store.", {**classes})

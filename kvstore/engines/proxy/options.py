@@ -24,7 +24,9 @@ class ProxyOptions:
     listen: host:port; an address other than loopback needs api_key, which every request must then carry.
     upstream_api_key: llama-server's own --api-key; without it the proxy passes the clients' Authorization on, unless
     api_key is set. cache_ram_mib, cache_disk_mib, min_saved_mib, key: as in `Store`. min_tokens: a restore or save that
-    gains fewer tokens is left out. idle_seconds: how long the server must be idle before slots are saved.
+    gains fewer tokens is left out. idle_seconds: how long the server must be idle before slots are saved. slot_memory: MiB
+    of memory that states may take on their way to and from llama-server, None: a quarter of the RAM, 0: they take the disk.
+    warm_start: restore the states most likely to be wanted into the empty slots of a new server process.
     remote, remote_key, publish, remote_options: the fleet's object store, as in `Store`. remote_min_tokens: a fetch that
     saves fewer tokens is left out. prefetch_gib: bytes of new learned prefixes that are fetched before they are asked for.
     """
@@ -41,6 +43,8 @@ class ProxyOptions:
     min_tokens: int = 16
     idle_seconds: float = 0.15
     key: str | None = None
+    slot_memory: float | None = None
+    warm_start: bool = True
     remote: str | None = None
     remote_key: Any = field(default=None, repr=False)
     publish: str = "learned"
@@ -57,6 +61,10 @@ class ProxyOptions:
             options |= {name: getattr(self, name) for name in ("remote", "remote_key", "publish")}
             options["remote_options"] = {**own, **(self.remote_options or {})}
         return options
+
+    @property
+    def slot_memory_bytes(self) -> int | None:
+        return None if self.slot_memory is None else int(self.slot_memory * (1 << 20))
 
     def address(self) -> tuple[str, int]:
         """The host and port to listen on. Raises InvalidInputError where an option is wrong."""
@@ -75,6 +83,8 @@ class ProxyOptions:
             )
         if self.min_tokens < 1 or self.idle_seconds < 0:
             raise InvalidInputError("min_tokens must be at least 1, idle_seconds at least 0")
+        if self.slot_memory is not None and not 0 <= self.slot_memory < float("inf"):
+            raise InvalidInputError(f"slot_memory is {self.slot_memory}", hint="give a number of MiB of at least 0")
         return host, port
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import resources
+from itertools import islice
 from typing import Any, TypeAlias
 
 from starlette.requests import Request
@@ -20,11 +21,13 @@ from ...types import Entry, Stats
 from ...util.printable import printable
 from .backend_link import BackendLink
 from .metrics import Metrics
+from .shapes import ShapeBook
 from .slots import SlotTable
 from .upstream import UpstreamError
 
 PAGE = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 SHOWN = 2000
+LEVELS = 16
 log = logging.getLogger("kvstore.proxy")
 # A page of another origin must not read these pages through a name that resolves to this host.
 _HEADERS = {
@@ -36,21 +39,32 @@ _HEADERS = {
 }
 
 
-def tree(entries: Iterable[Entry], *, private: bool) -> list[dict[str, Any]]:
-    """Entries below the prefix that they are stored against, largest family first; excerpts only if `private`."""
+def tree(entries: Iterable[Entry], *, private: bool, parents: Mapping[int, int] | None = None) -> list[dict[str, Any]]:
+    """Entries below the prefix that they are stored against, largest family first; excerpts only if `private`.
+
+    parents: what each stands below, by id; without it, the entry that it is stored against.
+    """
     nodes: dict[int, dict[str, Any]] = {}
-    parents: dict[int, int | None] = {}
+    entries = list(islice(entries, SHOWN))
+    above = {e.id: e.parent for e in entries if e.parent is not None} if parents is None else parents
     for entry in entries:
         node = entry.as_dict()
         node["excerpt"] = printable(clean_excerpt(entry.excerpt)) if private else None
         nodes[entry.id] = {**node, "children": []}
-        parents[entry.id] = entry.parent
-        if len(nodes) >= SHOWN:
-            break
     roots: list[dict[str, Any]] = []
-    for id, node in nodes.items():
-        parent = parents[id]
-        (roots if parent is None or parent not in nodes else nodes[parent]["children"]).append(node)
+    levels: dict[int, int] = {}
+    under: dict[int, int] = {}
+    for id, node in sorted(nodes.items(), key=lambda item: int(item[1]["n_tokens"])):  # parents first
+        parent = above.get(id)
+        if parent is None or parent not in levels:
+            levels[id] = 0
+            roots.append(node)
+            continue
+        # A long conversation of states that cannot be cut is a list, not a stair: JSON has no room for 1,000 levels.
+        deep = levels[parent] >= LEVELS
+        under[id] = under[parent] if deep else parent
+        levels[id] = levels[parent] + (not deep)
+        nodes[under[id]]["children"].append(node)
     for node in nodes.values():
         node["children"].sort(key=lambda n: n["last_used"], reverse=True)
     roots.sort(key=lambda n: (-len(n["children"]), n["family"], -n["last_used"]))
@@ -63,9 +77,12 @@ _Shown: TypeAlias = tuple[Stats | None, list[dict[str, Any]]]
 class Pages:
     """The handlers of the proxy's own paths."""
 
-    def __init__(self, link: BackendLink, slots: SlotTable, metrics: Metrics, *, private: bool) -> None:
+    def __init__(
+        self, link: BackendLink, slots: SlotTable, shapes: ShapeBook, metrics: Metrics, *, private: bool
+    ) -> None:
         self.link = link
         self.slots = slots
+        self.shapes = shapes
         self.metrics = metrics
         self.private = private
         self._reading: asyncio.Task[_Shown] | None = None
@@ -85,7 +102,8 @@ class Pages:
             return None, []
 
         def read(store: Store) -> _Shown:
-            return store.stats(), tree(operate.listing(store, order="used", limit=SHOWN), private=self.private)
+            entries = list(operate.listing(store, order="used", limit=SHOWN))
+            return store.stats(), tree(entries, private=self.private, parents=operate.listed_parents(store, entries))
 
         try:
             return await self.link.run_page(read, store)
@@ -112,6 +130,7 @@ class Pages:
             "fingerprint": None if identity is None else identity.fingerprint,
             "probed": None if identity is None else identity.probed,
             **self.metrics.as_dict(private=self.private),
+            "shapes": self.shapes.as_list(),
             "slots": [
                 {"id": s.id, "busy": s.busy, "tokens": s.n_total, "stored_tokens": s.stored, "saving": s.putting > 0}
                 for s in self.slots.all
@@ -121,6 +140,7 @@ class Pages:
                 "restore_bytes_per_second": round(1 / max(rates.restore_byte, 1e-12)),
                 "save_bytes_per_second": round(1 / max(rates.save_byte, 1e-12)),
             },
+            "slot_memory": self.link.backend.memory.as_dict(),
             "store": None if store is None else store.as_dict(),
             "remote": self._remote(),
             "prefixes": prefixes,
@@ -129,7 +149,10 @@ class Pages:
 
     async def metrics_text(self, request: Request) -> Response:
         """The proxy's metrics, followed by the server's own where it has them."""
-        text = self.metrics.prometheus((await self._stats())[0], self._remote())
+        shapes, memory = self.shapes, self.link.backend.memory
+        text = self.metrics.prometheus(
+            (await self._stats())[0], memory, shapes.n_agreeing, shapes.n_distrusted, self._remote()
+        )
         with contextlib.suppress(UpstreamError):
             own = {} if self.private else {n: v for n, v in request.headers.items() if n == "authorization"}
             text += await self.link.backend.metrics(own)

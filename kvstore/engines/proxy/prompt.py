@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 
 from ...types import Tokens
+from .chat_bodies import NotUnderstood, of_messages_api, of_responses_api
+from .infill import Pieces
+from .shapes import Shape
 
 CHAT_PATHS = ("/v1/chat/completions", "/chat/completions")
+MESSAGES_PATHS = ("/v1/messages",)
+RESPONSES_PATHS = ("/v1/responses", "/responses")
 COMPLETION_PATHS = ("/completion", "/completions", "/v1/completions")
-GENERATES = (*CHAT_PATHS, *COMPLETION_PATHS)
+INFILL_PATHS = ("/infill",)
+GENERATES = (*CHAT_PATHS, *MESSAGES_PATHS, *RESPONSES_PATHS, *COMPLETION_PATHS, *INFILL_PATHS)
 # These fields do not change the prompt that the chat template makes.
 _SAMPLING = frozenset(
     {
@@ -30,20 +36,37 @@ MAX_DEPTH = 100
 
 @dataclass(eq=False)
 class Prompt:
-    """A request whose state can be cached. `text` and `tokens` are filled in as they become known."""
+    """A request whose state can be cached. `text` and `tokens` are filled in as they become known.
 
-    kind: Literal["chat", "completion"]
+    chat: the chat that the server makes of the request. mixed: texts and tokens that make up the prompt. given: whether
+    the tokens are the client's own. pinned: whether the server takes the slot that a request names.
+    """
+
+    kind: Literal["chat", "completion", "infill"]
     body: bytes
     data: dict[str, Any]
+    shape: Shape
     id_slot: int | None = None  # the slot that the client asks for
+    chat: dict[str, Any] | None = None
     text: str | None = None
+    mixed: list[str | int] | None = None
     tokens: Tokens | None = None
+    pieces: Pieces | None = None
+    given: bool = False
+    pinned: bool = True
     spliced: bool = False
+    disagrees: bool = False  # our tokens were not the server's
     puts_failed: int = 0
 
     @property
     def messages(self) -> list[Any]:
-        return list(self.data["messages"]) if self.kind == "chat" else []
+        return [] if self.chat is None else list(self.chat["messages"])
+
+    @property
+    def template_body(self) -> Mapping[str, Any] | bytes:
+        """The body that gives the text of the prompt where the chat template is applied to it."""
+        assert self.chat is not None
+        return self.body if self.chat is self.data else self.chat
 
     @property
     def excerpt(self) -> str:
@@ -51,11 +74,15 @@ class Prompt:
         for message in self.messages:
             if message.get("role") == "user":
                 return text_of(message)[:500]
+        if self.kind == "infill":
+            return str(self.data["input_prefix"])[:500]
+        if self.mixed is not None:
+            return "".join(each for each in self.mixed if isinstance(each, str))[:500]
         return "" if self.kind == "chat" or self.text is None else self.text[:500]
 
-    def shape(self) -> dict[str, Any]:
-        """All fields besides the messages that decide the prompt."""
-        return {name: value for name, value in self.data.items() if name not in _SAMPLING}
+    def template_fields(self) -> dict[str, Any]:
+        """All fields besides the messages that decide the text that the template gives."""
+        return {name: value for name, value in (self.chat or {}).items() if name not in _SAMPLING}
 
     def for_slot(self, id: int, *, plain: bool = False) -> bytes:
         """The client's body with the slot added, otherwise byte for byte as it came. `plain` turns --cache-reuse off for
@@ -137,17 +164,71 @@ def parse(path: str, body: bytes) -> Prompt | None:
     if not isinstance(id_slot, int) or isinstance(id_slot, bool):
         return None
     wanted = id_slot if id_slot >= 0 else None
+    try:
+        return _prompt(path, body, data, wanted)
+    except NotUnderstood:
+        return None
+
+
+def _prompt(path: str, body: bytes, data: dict[str, Any], id_slot: int | None) -> Prompt | None:
+    if path in MESSAGES_PATHS:
+        # The server hears nothing of a slot here, and chooses one by itself.
+        chat = of_messages_api(data)
+        return Prompt("chat", body, data, Shape.of(path, data), chat=chat, pinned=False) if _is_chat(chat) else None
+    if path in RESPONSES_PATHS:
+        chat = of_responses_api(data)
+        return Prompt("chat", body, data, Shape.of(path, data), id_slot, chat=chat) if _is_chat(chat) else None
     if path in CHAT_PATHS:
-        messages = data.get("messages")
-        if not isinstance(messages, list) or not messages or not all(_is_text(m) for m in messages):
-            return None
-        return Prompt("chat", body, data, wanted)
+        return Prompt("chat", body, data, Shape.of(path, data), id_slot, chat=data) if _is_chat(data) else None
+    if path in INFILL_PATHS:
+        return Prompt("infill", body, data, Shape.of(path, data), id_slot) if _is_infill(data) else None
+    return _completion(path, body, data, id_slot)
+
+
+def _is_chat(chat: Mapping[str, Any]) -> bool:
+    messages = chat.get("messages")
+    return isinstance(messages, list) and bool(messages) and all(_is_text(m) for m in messages)
+
+
+def _is_infill(data: Mapping[str, Any]) -> bool:
+    texts = (data.get("input_prefix"), data.get("input_suffix"), data.get("prompt", ""))
+    extra = data.get("input_extra", [])
+    return (
+        all(isinstance(text, str) for text in texts)
+        and isinstance(extra, list)
+        and all(
+            isinstance(each, dict) and isinstance(each.get("text"), str) and isinstance(each.get("filename", ""), str)
+            for each in extra
+        )
+    )
+
+
+def _completion(path: str, body: bytes, data: dict[str, Any], id_slot: int | None) -> Prompt | None:
     prompt = data.get("prompt")
+    while isinstance(prompt, list) and len(prompt) == 1 and not _is_token(prompt[0]):
+        prompt = prompt[0]  # a list of one prompt
+    if isinstance(prompt, dict) and prompt.keys() == {"prompt_string"}:
+        prompt = prompt["prompt_string"]
+    shape = Shape.of(path, data)
     if isinstance(prompt, str) and prompt:
-        return Prompt("completion", body, data, wanted, text=prompt)
-    if isinstance(prompt, list) and prompt and all(type(t) is int and 0 <= t < 1 << 31 for t in prompt):
-        return Prompt("completion", body, data, wanted, tokens=np.array(prompt, np.int32))
+        return Prompt("completion", body, data, shape, id_slot, text=prompt)
+    if isinstance(prompt, list) and prompt and all(_is_token(each) for each in prompt):
+        return Prompt("completion", body, data, shape, id_slot, tokens=np.array(prompt, np.int32), given=True)
+    if _is_mixed(prompt):
+        return Prompt("completion", body, data, shape, id_slot, mixed=list(prompt))
     return None
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
+
+
+def _is_mixed(prompt: Any) -> TypeGuard[list[str | int]]:
+    return (
+        isinstance(prompt, list)
+        and all(isinstance(each, str) or _is_token(each) for each in prompt)
+        and {isinstance(each, str) for each in prompt} == {True, False}
+    )
 
 
 def continues(earlier: list[Any], messages: list[Any]) -> int | None:

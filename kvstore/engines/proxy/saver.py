@@ -160,7 +160,8 @@ class Saver:
                 self._drop(slot, "another client used it")
                 return
             started = time.perf_counter()
-            file = await link.backend.save_slot(slot.id, SAVE_SECONDS)
+            n_most = slot.n_total or (0 if link.identity is None else link.identity.n_ctx)
+            file = await link.backend.save_slot(slot.id, SAVE_SECONDS, n_tokens=n_most)
             slots.rates.saved(file.tokens.shape[0], file.state.nbytes, time.perf_counter() - started)
             unchanged = await link.vouch(slot)
         except UpstreamError as error:
@@ -211,8 +212,13 @@ class Saver:
             same = common_prefix_length(slot.tokens, file.tokens) >= known
             return None if same else "its tokens are not those of the request"
         # The tokens that we found for a text may differ from those that the server computed.
-        exact = origin.text is None or not n_prompt
-        if exact and common_prefix_length(origin.tokens, file.tokens) < min(origin.tokens.shape[0], n):
+        ours = origin.tokens
+        shared, least = common_prefix_length(ours, file.tokens), min(ours.shape[0], n)
+        if not (origin.given or not n_prompt):
+            # Of an unpinned request nearly all must be equal, but for a start token: the slot may be another one.
+            shifted = (common_prefix_length(ours[1:], file.tokens), common_prefix_length(ours, file.tokens[1:]))
+            shared, least = max(shared, *shifted), 0 if origin.pinned else least // 2
+        if shared < least:
             return "its tokens are not those of the prompt"
         return None
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ... import slotfile
 from ...errors import SlotFileError
-from ...util import fsutil
+from ..exchange import Exchange, MemoryExchange, owner_of
 
 # Process id, number of this `SlotFiles`, random digits.
 _NAME = re.compile(r"\.?kvstore-(\d+)-([0-9a-f]{8})[0-9a-f]{8}\.(?:bin|tmp)")
@@ -66,7 +66,7 @@ class SlotFiles:
         self.remove_stale()
 
     def remove_stale(self) -> list[str]:
-        """Removes the files of proxies that were killed; the names of the files."""
+        """Removes the files and links of proxies that were killed; the names. Other links are left alone."""
         gone = []
         for path in self.folder.iterdir():
             found = _NAME.fullmatch(path.name)
@@ -74,34 +74,28 @@ class SlotFiles:
                 continue
             with suppress(OSError):
                 pid, use = int(found[1]), found[2]
+                if path.is_symlink() and owner_of(path) != pid:
+                    continue
                 live = use in _LIVE if pid == os.getpid() else _alive(pid)
-                if not live or time.time() - path.stat().st_mtime > OLD_SECONDS:
+                if not live or time.time() - path.lstat().st_mtime > OLD_SECONDS:
                     path.unlink()
                     gone.append(path.name)
         return gone
 
-    def _new_name(self) -> str:
-        return f"kvstore-{os.getpid()}-{self._use}{secrets.token_hex(4)}"
+    def _new_path(self) -> Path:
+        return self.folder / f"kvstore-{os.getpid()}-{self._use}{secrets.token_hex(4)}.bin"
 
-    def for_save(self) -> Path:
-        """An empty file for the server to write into: this way it has our mode, not the one of the server's umask."""
-        path = self.folder / f"{self._new_name()}.bin"
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        return path
+    def for_save(self, *, in_memory: bool = False) -> Exchange:
+        """An empty file for the server to write into."""
+        return (MemoryExchange if in_memory else Exchange).for_save(self._new_path())
 
-    def read(self, path: Path, n_written: int) -> slotfile.SlotFile:
-        """A file into which the server says it wrote n_written bytes. Raises SlotFileError."""
-        size = path.stat().st_size
-        if size != n_written:
-            raise SlotFileError(f"{path} has {size} bytes, the server wrote {n_written}")
-        return slotfile.read(path)
+    def read(self, exchange: Exchange, n_written: int) -> slotfile.SlotFile:
+        """A file into which the server says it wrote n_written bytes. Raises SlotFileError, OSError."""
+        if exchange.size != n_written:
+            raise SlotFileError(f"{exchange.path} has {exchange.size} bytes, the server wrote {n_written}")
+        return slotfile.read(exchange.read())
 
-    def write(self, file: slotfile.SlotFile) -> Path:
-        """The file for a restore. Unlike slotfile.write, this does not sync: the file need not survive a power cut."""
-        name = self._new_name()
-        temporary, path = self.folder / f".{name}.tmp", self.folder / f"{name}.bin"
-        head = slotfile.head_bytes(file.kind, file.version, file.tokens, file.packed, file.media, file.padding)
-        with fsutil.atomic_write(path, sync=False, temporary=os.fspath(temporary)) as out:
-            out.write(head)
-            out.write(file.state.data)
-        return path
+    def for_restore(self, file: slotfile.SlotFile, *, in_memory: bool = False) -> Exchange:
+        """A complete file for the server to read. Raises SlotFileError, OSError."""
+        parts = (file.header(), file.state.data)
+        return (MemoryExchange if in_memory else Exchange).for_restore(self._new_path(), parts)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +37,8 @@ class Slot:
     no list since. unfit: whether the slot may hold anything but the plain computation of its tokens; such a slot is never
     saved. It is fit again once it is erased, restored from the store, or has computed a prompt from its first token on.
     passes: `SlotTable.passes` when the last request in the slot ended. meddled: requests of others for this very slot.
-    uses: how often the slot was leased. putting: its saves on their way into the store.
+    uses: how often the slot was leased. putting: its saves on their way into the store. warm: whether its state was restored
+    before any request asked for it, and no request used it since.
     """
 
     id: int
@@ -56,6 +57,7 @@ class Slot:
     busy: bool = False
     putting: int = 0
     used: float = 0.0
+    warm: bool = False
 
     @property
     def needs_erase(self) -> bool:
@@ -136,18 +138,23 @@ class SlotTable:
     since.
     """
 
-    def __init__(self, rates: Rates, min_gain: int) -> None:
+    def __init__(self, rates: Rates, min_gain: int, count: Callable[[str], None] = lambda name: None) -> None:
         self.rates = rates
+        self.started = asyncio.Event()  # set for each new server process
+        self._count = count
         self.min_gain = min_gain
         self.all: list[Slot] = []
         self.events = 0  # leases, releases and passing requests
         self.unleased_requests = 0  # requests under way that the server finds a slot for by itself
         self.passes = 0  # how many of them have ended
+        # Of these, the requests without a lease: under way, and begun in all.
+        self.foreign_requests = self.foreign = 0
         # Requests that want other numbers (adapters, moved chunks): under way, and begun in all.
         self.tainting = self.tainted = 0
         # Whether the server's own prompt cache may have states that no request of ours computed.
         self.strangers = True
         self.waiting = 0
+        self.arrivals = 0  # requests for which a slot is being found
         self.last_active = time.monotonic()
         self._lists_tasks = False  # whether the server's list names the last task of a slot
         self._free = asyncio.Condition()
@@ -158,6 +165,11 @@ class SlotTable:
     def quiet(self) -> bool:
         """Nothing of ours runs in the server."""
         return not self.unleased_requests and not self.waiting and not any(slot.busy for slot in self.all)
+
+    @property
+    def idle(self) -> bool:
+        """As `quiet`, and no request of ours is on its way to a slot."""
+        return self.quiet and not self.arrivals
 
     def generation(self) -> Generation:
         uses = {slot.id: slot.uses for slot in self.all}
@@ -194,7 +206,11 @@ class SlotTable:
         """A new server process: n slots whose contents are unknown. Old leases are released without effect; requests that
         wait for a slot fail. `rates` replaces the measurements where the model is another one."""
         async with self._free:
+            for slot in self.all:
+                self._ends_warm(slot, hit=False)
             self.all = [Slot(i) for i in range(n)]
+            if n:
+                self.started.set()
             self.strangers, self._lists_tasks = strangers, False
             self.rates = self.rates if rates is None else rates
             self.events += 1
@@ -215,10 +231,12 @@ class SlotTable:
         """The server listed its slots: those that another client used are unknown now. `only` leaves the others alone."""
         pairs = self.current(listing) or ()
         self._lists_tasks |= any(report.task is not None for _, report in pairs)
+        # The slot of the probe had a task. A warm slot may have had none.
+        slept = listing is not None and all(report.task is None for report in listing.reports)
         for slot, report in pairs:
             if report.working or only not in (None, slot):
                 continue
-            if self._lists_tasks and slot.n_total and report.task is None:
+            if self._lists_tasks and slot.n_total and report.task is None and (slept or not slot.warm):
                 self.invalidated(slot)  # the server slept since
             if slot.last_listing is None and self.unleased_requests:
                 continue  # the report may be of another client's request
@@ -240,9 +258,15 @@ class SlotTable:
 
     def invalidated(self, slot: Slot) -> None:
         """The contents are unknown, or must not be kept."""
+        self._ends_warm(slot, hit=False)
         slot.tokens, slot.n_total, slot.stored, slot.entry = NOTHING, 0, 0, None
         slot.origin = slot.chat = slot.last_listing = None
         slot.unfit = True
+
+    def _ends_warm(self, slot: Slot, *, hit: bool) -> None:
+        if slot.warm:
+            slot.warm = False
+            self._count("warm_hits" if hit else "warm_wasted")
 
     def lost_to_others(self, slot: Slot) -> None:
         """Another client used the slot; the server's own prompt cache may have its state as well."""
@@ -252,10 +276,21 @@ class SlotTable:
     # -- events of leases
 
     @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """A request that wants a slot, until it has one that is ready."""
+        self.arrivals += 1
+        try:
+            yield
+        finally:
+            self.arrivals -= 1
+
+    @contextmanager
     def passing(self, *, taints: bool = False, slot_id: int | None = None) -> Iterator[None]:
         """A request that the server finds a slot for: when it has `passed`, any slot may hold something else. `slot_id` is
         the slot that it names itself, `taints` says whether it wants other numbers than other requests get."""
         self.unleased_requests += 1
+        self.foreign_requests += 1
+        self.foreign += 1
         self.events += 1
         self.strangers = True
         self.tainting += taints
@@ -266,7 +301,41 @@ class SlotTable:
         finally:
             self.meddled(slot_id)
             self.tainting -= taints
+            self.foreign_requests -= 1
             self.passed()
+
+    @contextmanager
+    def unpinned(self) -> Iterator[None]:
+        """A leased request for which the server chooses the slot. When it has `passed`, `placed` finds the slot."""
+        self.unleased_requests += 1
+        self.events += 1
+        try:
+            yield
+        finally:
+            self.passed()
+
+    def placed(
+        self, leased: Slot, listing: Listing | None, identity: Identity | None, n_total: int, passes: int
+    ) -> Slot | None:
+        """An unpinned request was answered and left n_total tokens: the slot that the server chose, None where that is not
+        sure. `passes` is `foreign` from before the request: what others asked meanwhile may be in any slot."""
+        if passes != self.foreign or self.foreign_requests:
+            return None
+        if len(self.all) == 1:
+            return leased if self.all[0] is leased and not self.unleased_requests else None
+        found: list[tuple[int, bool, Slot]] = []
+        for slot, report in self.current(listing) or ():
+            fits = report.n_tokens is not None and abs(report.n_tokens - n_total) <= UNSURE_TOKENS
+            known = slot.last_listing == (report.task, report.n_tokens)
+            if not fits or known or report.working or (slot.busy and slot is not leased):
+                continue
+            if _has_common_adapters(report, identity):
+                found.append((-1 if report.task is None else report.task, slot is leased, slot))
+        if not found or (found[0][0] < 0 and len(found) > 1):
+            return None
+        slot = max(found, key=lambda each: each[:2])[2]
+        slot.passes = self.passes
+        return slot
 
     def passed(self) -> None:
         self.unleased_requests -= 1
@@ -322,9 +391,9 @@ class SlotTable:
         """A restore begins: until it is done, the contents are unknown."""
         self.invalidated(slot)
 
-    def restored(self, slot: Slot, tokens: Tokens, n: int, entry: int | None) -> None:
-        """The server took n tokens of an entry."""
-        slot.tokens, slot.n_total, slot.stored, slot.entry = tokens[:n], n, n, entry
+    def restored(self, slot: Slot, tokens: Tokens, n: int, entry: int | None, *, warm: bool = False) -> None:
+        """The server took n tokens of an entry. `warm`: no request asked for them."""
+        slot.tokens, slot.n_total, slot.stored, slot.entry, slot.warm = tokens[:n], n, n, entry, warm
         slot.unfit = n != tokens.shape[0]
 
     def erased(self, slot: Slot) -> None:
@@ -335,6 +404,7 @@ class SlotTable:
     ) -> None:
         """The server answered a request in the slot. in_store: how many of the prompt's tokens the store has. overlapped:
         whether a request that taints was under way at the same time."""
+        self._ends_warm(slot, hit=timings.cached >= self.min_gain)
         if not self._keeps(slot, prompt, timings, identity, overlapped):
             return
         n_prompt = timings.cached + timings.computed
@@ -352,7 +422,7 @@ class SlotTable:
         slot.n_total = n_prompt + max(0, timings.generated - 1)
         slot.n_prompt = n_prompt
         slot.origin = None if slot.unfit else prompt
-        slot.chat = (prompt.shape(), prompt.messages) if prompt.kind == "chat" else None
+        slot.chat = (prompt.template_fields(), prompt.messages) if prompt.kind == "chat" else None
         slot.used = time.monotonic()
         slot.last_listing = None
 
@@ -378,7 +448,7 @@ class SlotTable:
                 return False
             # The known tokens are followed by those of the answer, whose number is known only nearly.
             most = max(held, slot.n_total + UNSURE_TOKENS) if held == slot.tokens.shape[0] else held
-            if timings.cached > most and (self.strangers or identity.adapters):
+            if timings.cached > most and (self.strangers or identity.adapters or not prompt.pinned):
                 # From the server's own prompt cache, or moved chunks: nobody knows what computed them.
                 slot.unfit = True
         return True
