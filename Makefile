@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 NATIVE := $(wildcard kvstore/native/*.c kvstore/native/*.h kvstore/native/build.py)
 
-.PHONY: help demo test test-slow test-encryption lint asan bench clean
+.PHONY: help demo test test-slow test-encryption lint asan bench bench-fleet clean
 help:
 	@echo "make demo       a real llama-server, killed and restarted, goes on from its stored states (3 minutes)"
 	@echo "make test       the tests (5 minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make asan       the codec and the parsers under AddressSanitizer and UBSan"
 	@echo "make bench      the codec and the store beside memcpy and plain files"
+	@echo "make bench-fleet  the shared tier beside plain puts and gets, a million names, a put with a remote"
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -60,6 +61,9 @@ asan: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(PY) tools/bench.py
+
+bench-fleet: $(VENV)/.test
+	$(PY) tools/bench.py fleet
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache kvstore/_native*.so

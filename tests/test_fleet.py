@@ -269,6 +269,25 @@ def test_a_learned_base_is_published_before_the_chat_that_is_stored_against_it(t
     assert sorted(name.n_tokens for name in names(url)) == [300, 500]
 
 
+def test_a_chain_of_deltas_travels_as_one_delta_against_its_nearest_whole_published_ancestor(tmp_path: Path, url: str) -> None:
+    """Each turn of a chat is stored against the turn before it; what travels is decoded, and encoded against the prefix."""
+    turns = [CHAT, [*CHAT, *range(7000, 7100)], [*CHAT, *range(7000, 7300)]]
+    with Store(tmp_path / "a.kvstore", fingerprint=FINGERPRINT, min_saved_mib=0) as alone:
+        learned = alone.put(tokens(PREFIX), storekit.state(PREFIX), entry_class="learned")
+        entries = [alone.put(tokens(turn), storekit.state(turn)) for turn in turns]
+        assert entries[-1].parent not in (None, learned.id), "against the turn before it"
+    with machine(tmp_path, "a", url, publish="none") as store:
+        assert store.remote is not None
+        found = store.remote.push(entries[-1].id)
+        assert found is not None
+        assert (found.name.n_tokens, found.name.parent_tokens) == (800, 300)
+    assert sorted((name.n_tokens, name.is_delta) for name in names(url)) == [(300, False), (800, True)]
+    with machine(tmp_path, "b", url) as b:
+        match = b.remote_match(tokens(turns[-1]))
+        assert match is not None
+        assert same(b.fetch(match, 60), turns[-1])
+
+
 # -- the index
 
 

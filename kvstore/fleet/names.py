@@ -22,7 +22,7 @@ import hashlib
 import re
 import time
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -45,6 +45,7 @@ _DAY = re.compile(r"\d{8}", re.ASCII)
 _FINGERPRINT = re.compile(r"[a-z2-7]{16}", re.ASCII)
 
 
+@lru_cache(maxsize=65536)
 def mark_lengths(n: int, pn: int, *, whole_only: bool = False) -> tuple[int, ...]:
     """Token counts at which a state has marks: close together at its end, where chats part, and doubling from its start."""
     top = n // BLOCK * BLOCK
@@ -133,9 +134,7 @@ def parse_path(path: str) -> ObjectName | None:
     if found is None:
         return None
     clock, kind, n_text, whole, state, parent, pn_text, marks = found.groups()
-    try:
-        time.strptime(parts[2] + clock, "%Y%m%d%H%M%S")
-    except ValueError:
+    if not _is_time(parts[2], clock):
         return None
     n, pn = int(n_text), int(pn_text)
     if not MIN_TOKENS <= n <= MAX_TOKENS or pn >= n or (parent == "0") != (pn == 0):
@@ -143,6 +142,19 @@ def parse_path(path: str) -> ObjectName | None:
     split = tuple(marks[i : i + MARK_CHARACTERS] for i in range(0, len(marks), MARK_CHARACTERS))
     name = ObjectName(parts[1], parts[2], clock, kind, n, whole, state, parent, pn, split)
     return name if len(split) == len(name.lengths) else None
+
+
+def _is_time(day: str, clock: str) -> bool:
+    return _is_day(day) and clock[:2] < "24" and clock[2:4] < "60" and clock[4:] < "60"
+
+
+@lru_cache(maxsize=1024)
+def _is_day(day: str) -> bool:
+    try:
+        time.strptime(day, "%Y%m%d")
+    except ValueError:
+        return False
+    return True
 
 
 def day_of(at: float) -> str:

@@ -15,7 +15,7 @@ from .put_request import new_request
 from .write_behind import WriteBehind
 
 PAGE = 256
-MAX_CHAIN = 64
+MAX_CHAIN = 1000
 
 
 class FleetLink:
@@ -65,7 +65,7 @@ class FleetLink:
     def base(self, id: int) -> int | None:
         with self._core.db.read() as c:
             for _ in range(MAX_CHAIN):
-                entry = queries.entry(c, id, None)
+                entry = queries.entry(c, id, None, bases=True)
                 if entry is None or entry.parent is None:
                     return None
                 id = entry.parent
