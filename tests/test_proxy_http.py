@@ -232,7 +232,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k == "10 MB" else k for k in ODD])
 def test_odd_bodies_are_left_to_the_server(keyed: tuple[LlamaServer, str], kind: str) -> None:
     server, url = keyed
     data = request("POST", "/completion", ODD[kind])

@@ -62,6 +62,7 @@ def sleeps(server: LlamaServer) -> bool:
     return bool(server.props()["is_sleeping"])
 
 
+@pytest.mark.slow
 def test_server_sleeps_behind_the_proxy_and_goes_on_from_the_store(tmp_path: Path) -> None:
     with sleepy(tmp_path) as server, proxied(server, tmp_path / "store") as url:
         a, b = Chat(url, "Anna"), Chat(url, "Bert")
@@ -112,6 +113,7 @@ def test_proxy_that_starts_before_a_sleeping_server_lets_it_sleep(tmp_path: Path
             assert wait_saved(url)["saves"] == 1
 
 
+@pytest.mark.slow
 def test_proxy_that_ends_lets_the_server_sleep(tmp_path: Path) -> None:
     with sleepy(tmp_path) as server:
         with proxied(server, tmp_path / "store", idle_seconds=1000) as url:
@@ -147,6 +149,7 @@ def counted(server: LlamaServer) -> Iterator[tuple[str, list[bytes]]]:
         listener.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.slow
 def test_nothing_is_asked_of_an_idle_server(tmp_path: Path) -> None:
     with serverkit.new_server(tmp_path / "slots", api_key="") as server, counted(server) as (address, sent):
         options = {"slot_dir": server.slot_dir, "store": tmp_path / "s", "listen": "127.0.0.1:0"}

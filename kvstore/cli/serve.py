@@ -141,7 +141,7 @@ def serve(
         options[name] = options[name] or os.environ.get(f"KVSTORE_{name.upper()}")
     if key_file is not None:
         options["key"] = base.key_of(key_file)
-    options |= {"remote": url or None, "remote_options": remote_settings(settings)}
+    options |= {"remote": url or None, "remote_options": remote_settings(settings) or None}
     if as_json:
         options["started"] = lambda url: _started(url, options)
     _proxy().serve(**options)
