@@ -13,7 +13,7 @@ help:
 	@echo "make test-encryption  what needs an SQLite with ciphers, in an environment of its own"
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make asan       the codec and the parsers under AddressSanitizer and UBSan"
-	@echo "make bench      the codec and the store beside memcpy and plain files"
+	@echo "make bench      codec, store, small puts, turns of a conversation, fleet beside plain files; make bench turn: one part"
 	@echo "make bench-fleet  the shared tier beside plain puts and gets, a million names, a put with a remote"
 
 $(PY):
@@ -59,11 +59,14 @@ lint: $(VENV)/.test
 asan: $(VENV)/.test
 	PYTHON=$(CURDIR)/$(PY) sh tools/asan.sh
 
+# `make bench` runs all parts, `make bench turn` one.
+BENCHES := $(patsubst tools/bench_%.py,%,$(wildcard tools/bench_*.py))
 bench: $(VENV)/.test
-	$(PY) tools/bench.py
+	$(PY) tools/bench.py $(filter $(BENCHES),$(MAKECMDGOALS))
 
-bench-fleet: $(VENV)/.test
-	$(PY) tools/bench.py fleet
+.PHONY: $(BENCHES)
+$(BENCHES):
+	@:
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache kvstore/_native*.so
