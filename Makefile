@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 NATIVE := $(wildcard kvstore/native/*.c kvstore/native/*.h kvstore/native/build.py)
 
-.PHONY: help demo test test-slow test-encryption lint asan bench bench-fleet clean
+.PHONY: help demo test test-slow test-encryption lint asan bench clean
 help:
 	@echo "make demo       a real llama-server, killed and restarted, goes on from its stored states (3 minutes)"
 	@echo "make test       the tests (5 minutes)"
@@ -14,7 +14,6 @@ help:
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make asan       the codec and the parsers under AddressSanitizer and UBSan"
 	@echo "make bench      codec, store, small puts, turns of a conversation, fleet beside plain files; make bench turn: one part"
-	@echo "make bench-fleet  the shared tier beside plain puts and gets, a million names, a put with a remote"
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
