@@ -441,6 +441,7 @@ def test_private_authority_is_trusted_for_all_requests(
             refused = httpx.get(url + "/v1/models", timeout=30)
             assert refused.status_code == 502
             assert "CERTIFICATE_VERIFY_FAILED" in refused.text
+            assert "set SSL_CERT_FILE" in refused.text
         assert heads == []
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
