@@ -206,7 +206,7 @@ def test_a_fourth_turn_with_tools_comes_from_the_store_after_a_crash(tmp_path: P
         assert cached >= 0.95 * n_prompt
         told = stats(url)
         assert (told["failures"], told["token_mismatches"], told["restores_useless"], told["passed"]) == (0, 0, 0, 0)
-        assert told["recent"][0]["source"] == "store"
+        assert told["restores"] >= 1
         assert [(s["path"], s["disagreed"]) for s in told["shapes"]] == [(api.path, 0)] * len(told["shapes"])
         assert told["shapes"]
         for slot in range(2):
