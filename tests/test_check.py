@@ -229,6 +229,7 @@ def test_flipped_byte_in_a_chunk(damaged: tuple[Path, list[int], Dump]) -> None:
     assert operate.verify(path) == []
 
 
+@pytest.mark.slow
 def test_zeroed_pages(damaged: tuple[Path, list[int], Dump]) -> None:
     """Every page in turn: no traceback, nothing wrong is copied, and what an index repeats is not lost."""
     path, ids, before = damaged

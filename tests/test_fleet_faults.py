@@ -40,6 +40,7 @@ def metrics(store: Store) -> dict[str, float]:
     return store.remote.metrics()
 
 
+@pytest.mark.slow
 def test_a_large_state_goes_in_parts_and_comes_in_ranges(tmp_path: Path, weed: str, harm: Harm, bucket: str) -> None:
     state = storekit.state(range(LARGE), row=2048)
     with machine(tmp_path, "a", bucket) as a:

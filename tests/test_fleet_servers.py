@@ -72,6 +72,7 @@ def remote(address: str) -> dict[str, float]:
     return dict(proxykit.stats(address)["remote"])
 
 
+@pytest.mark.slow
 def test_the_first_chat_over_a_published_prefix_computes_only_its_own_tokens(tmp_path: Path, url: str) -> None:
     with machine(tmp_path / "a", url) as (_, a):
         for name in ("Ada", "Bob", "Cem", "Dov"):

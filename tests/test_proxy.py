@@ -259,7 +259,7 @@ def test_files_are_private_and_stale_ones_go(tmp_path: Path) -> None:
     thread = threading.Thread(target=watch)
     old = os.umask(0o022)
     try:
-        with proxykit.both(tmp_path) as (server, url):
+        with proxykit.both(tmp_path, slot_memory=0) as (server, url):
             assert sorted(os.listdir(folder)) == sorted(kept)
             thread.start()
             chat = Chat(url, "Jo")

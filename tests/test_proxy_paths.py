@@ -194,7 +194,7 @@ class OfResponses:
         return self.read(last.response.model_dump())
 
 
-@pytest.mark.parametrize("mode", ["sync", "asynchronous", "stream"])
+@pytest.mark.parametrize("mode", ["sync", *(pytest.param(m, marks=pytest.mark.slow) for m in ("asynchronous", "stream"))])
 @pytest.mark.parametrize("api", [OfChat(), OfMessages(), OfResponses()], ids=["chat", "messages", "responses"])
 def test_a_fourth_turn_with_tools_comes_from_the_store_after_a_crash(tmp_path: Path, api: Any, mode: str) -> None:
     with proxykit.both(tmp_path, parallel=2, api_key="", warm_start=False, **SETTINGS) as (server, url):

@@ -80,6 +80,7 @@ def watched(folder: Path, **options: Any) -> Iterator[tuple[LlamaServer, str]]:
 
 @pytest.mark.parametrize("way", ["through the proxy", "past the proxy"])
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.slow
 def test_a_request_with_its_own_adapters(tmp_path: Path, adapter: str, way: str, when: str) -> None:
     with watched(tmp_path, extra={"lora": adapter}, idle_seconds=WAIT) as (server, url):
         own = {"prompt": TEXT, "n_predict": 2, "temperature": 0, "lora": [{"id": 0, "scale": 0.0}]}
@@ -171,6 +172,7 @@ def test_a_shifted_context_of_a_client_that_left(tmp_path: Path, keep: dict[str,
 
 
 @pytest.mark.parametrize("asked", ["by the server", "by the request", "before"])
+@pytest.mark.slow
 def test_moved_chunks_are_not_stored(tmp_path: Path, asked: str) -> None:
     extra = {} if asked == "by the request" else {"cache_reuse": 8}
     with watched(tmp_path, extra=extra) as (server, url):
@@ -194,6 +196,7 @@ def test_moved_chunks_are_not_stored(tmp_path: Path, asked: str) -> None:
 
 @pytest.mark.parametrize("action", ["restore", "erase", "save"])
 @pytest.mark.parametrize("way", ["through the proxy", "past the proxy"])
+@pytest.mark.slow
 def test_slot_actions_of_others(tmp_path: Path, adapter: str, action: str, way: str) -> None:
     with watched(tmp_path, extra={"lora": adapter}, idle_seconds=WAIT) as (server, url):
         # Past the proxy, only another number of tokens tells.

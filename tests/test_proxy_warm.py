@@ -89,6 +89,7 @@ def check_first_chats(url: str, chats: list[Chat], slots: int) -> None:
     assert wait_saved(url)["failures"] == 0
 
 
+@pytest.mark.slow
 def test_warm_and_cold_give_the_same_text(tmp_path: Path) -> None:
     texts = []
     with serverkit.new_server(tmp_path / "slots") as server:
@@ -107,6 +108,7 @@ def test_warm_and_cold_give_the_same_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which process ended")
+@pytest.mark.slow
 def test_a_server_that_restarts_is_filled_before_anybody_asks(tmp_path: Path) -> None:
     """Nothing is asked of the proxy between the restart and the first chat."""
     with serverkit.new_server(tmp_path / "slots") as server, proxied(server, tmp_path / "s") as url:
@@ -163,6 +165,7 @@ def test_without_a_warm_start_the_slots_stay_empty(tmp_path: Path) -> None:
             assert (told["warm_restores"], [slot["tokens"] for slot in told["slots"]]) == (0, [0])
 
 
+@pytest.mark.slow
 def test_slots_with_contents_are_left_alone(tmp_path: Path) -> None:
     with serverkit.new_server(tmp_path / "slots", parallel=2, n_ctx=8192) as server:
         with proxied(server, tmp_path / "s") as url:
@@ -265,6 +268,7 @@ def test_a_request_during_the_servers_restore_gets_another_slot_or_the_state(
             assert wait_saved(url)["failures"] == 0
 
 
+@pytest.mark.slow
 def test_requests_from_the_first_moment_are_right(tmp_path: Path) -> None:
     with serverkit.new_server(tmp_path / "slots", parallel=2, n_ctx=8192) as server:
         with proxied(server, tmp_path / "s") as url:
@@ -282,6 +286,7 @@ def test_requests_from_the_first_moment_are_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", serverkit.WINDOW_OR_RECURRENT)
+@pytest.mark.slow
 def test_windows_and_recurrent_states_are_restored_whole(tmp_path: Path, model: str) -> None:
     with serverkit.new_server(tmp_path / "slots", model) as server:
         with proxied(server, tmp_path / "s") as url:

@@ -39,6 +39,7 @@ def made(tmp_path: Path) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_an_upgrade_leaves_out_nothing_for_a_refused_read(made: Path, tmp_path: Path) -> None:
     """A row to a page, and more pages than SQLite keeps: each is read twice."""
     source = tmp_path / "old"

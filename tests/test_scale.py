@@ -330,6 +330,7 @@ def test_a_size_that_cannot_be_is_refused_and_nothing_goes(size: Any, open_store
     assert len(list(opened.entries())) == 1
 
 
+@pytest.mark.slow
 def test_the_command_takes_sizes_with_units(path: Path) -> None:
     with Store(path) as opened:
         for n in range(12):

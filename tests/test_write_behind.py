@@ -203,6 +203,7 @@ def test_a_put_that_never_fits_into_ram_is_written_after_the_earlier_ones(open_s
     assert [e.id for e in store.entries()] == [last.id]
 
 
+@pytest.mark.slow
 def test_match_finds_its_way_through_a_long_queue(open_store: Opener, path: Path) -> None:
     store = open_store(write_behind=True)
     chance = random.Random(1)
