@@ -100,7 +100,8 @@ def restart(server: LlamaServer) -> None:
 @contextmanager
 def both(folder: Path, model: str = "llama", **options: Any) -> Iterator[tuple[LlamaServer, str]]:
     """A server and the address of a proxy before it."""
-    proxy_options = {name: options.pop(name) for name in ("min_tokens", "idle_seconds", "warm_start", "slot_memory") if name in options}
+    own = ("min_tokens", "idle_seconds", "warm_start", "slot_memory")
+    proxy_options = {name: options.pop(name) for name in own if name in options}
     with (
         serverkit.new_server(folder / "slots", model, **options) as server,
         proxied(server, folder / "states.kvstore", **proxy_options) as url,

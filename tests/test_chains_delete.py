@@ -146,7 +146,7 @@ def test_what_expires_stays_as_a_base_while_it_is_needed(
     said = turns(4)
     first = store.put(*said[0], entry_class="pinned", ttl=10)
     second = store.put(*said[1], entry_class="pinned", ttl=30)
-    third = store.put(*said[2], entry_class="pinned", ttl=20)
+    store.put(*said[2], entry_class="pinned", ttl=20)
     last = store.put(*said[3])
     clock(11)
     store.gc()  # or the background thread was first
@@ -166,7 +166,7 @@ def test_what_expires_stays_as_a_base_while_it_is_needed(
 
 def test_an_expired_chain_goes_at_once(path: Path, open_store: Opener, clock: Callable[[float], None]) -> None:
     store = open_store()
-    ids = talk(store, turns(30), ttl=10)
+    talk(store, turns(30), ttl=10)
     clock(11)
     store.gc()  # or the background thread was first
     assert parents(path) == {}
