@@ -21,6 +21,7 @@ from ..errors import (
     ReadOnlyError,
     StoreIOError,
 )
+from ..util.workers import Workers
 from . import disk, keys, sqlite
 from .geometry import PAGE_SIZE as PAGE_SIZE
 from .paths import identity as identity
@@ -351,7 +352,7 @@ class Database:
             reserve(self.path + "-wal", n_bytes)
 
     @contextmanager
-    def sync_ahead(self) -> Iterator[Callable[[], None]]:
+    def sync_ahead(self, workers: Workers) -> Iterator[Callable[[], None]]:
         """Yields a callback that starts an early fsync of the WAL, so COMMIT's fsync has little left to flush.
 
         256 MiB took 0.27 s instead of 0.36. Only the log is opened here: closing any descriptor of the database itself would
@@ -360,7 +361,7 @@ class Database:
         if self.memory or sys.platform == "win32":
             yield lambda: None
             return
-        syncer = Syncer(self.path + "-wal")
+        syncer = Syncer(self.path + "-wal", workers)
         try:
             yield syncer.kick
         finally:

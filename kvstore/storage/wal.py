@@ -8,44 +8,39 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from contextlib import suppress
+from functools import partial
 
+from ..util.workers import Task, Workers
 from .disk import allocate
 
 
 class Syncer:
-    """A thread that syncs a file each time it is asked to."""
+    """Syncs a file in the background each time it is asked to; `workers` make the calls."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, workers: Workers) -> None:
         self._path = path
-        self._asked = threading.Semaphore(0)
-        self._done = False
-        self._thread: threading.Thread | None = None
+        self._workers = workers
+        self._fd: int | None = None
+        self._tasks: list[Task[None]] = []
 
     def kick(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvstore-sync", daemon=True)
-            self._thread.start()
-        self._asked.release()
-
-    def _run(self) -> None:
         with suppress(OSError):  # the commit's own sync is the one that counts
-            fd = os.open(self._path, os.O_RDWR)
-            try:
-                while True:
-                    self._asked.acquire()
-                    if self._done:
-                        return
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
+            if self._fd is None:
+                self._fd = os.open(self._path, os.O_RDWR)
+            self._tasks.append(self._workers.begin(partial(_sync, self._fd)))
 
     def close(self) -> None:
-        self._done = True
-        if self._thread is not None:
-            self._asked.release()
-            self._thread.join()
+        """Waits for the sync that is under way, and cancels the others."""
+        for task in self._tasks:
+            task.cancel()
+        if self._fd is not None:
+            os.close(self._fd)
+
+
+def _sync(fd: int) -> None:
+    with suppress(OSError):
+        os.fsync(fd)
 
 
 def reserve(path: str, n_bytes: int) -> bool:

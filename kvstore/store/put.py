@@ -192,7 +192,7 @@ def _write_batches(
     count = max(1, batch // chunk)
     sync_every = blobs.SYNC_USED_LOG if core.db.wal_bytes() >= need else blobs.SYNC_NEW_LOG
     logged = unsynced = 0
-    with core.db.sync_ahead() as kick:
+    with core.db.sync_ahead(core.workers) as kick:
         for blob, part in zip(staged, parts, strict=True):
             seq = 0
             while seq >= 0:

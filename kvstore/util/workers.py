@@ -1,4 +1,4 @@
-"""Digests and copies in threads, which end with the last call that uses them."""
+"""Digests, copies and early syncs in threads, which end with the last call that uses them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-THREADS = 4  # a put has a digest for each of its two states and a copy for the RAM layer
+THREADS = 4  # a put has a digest for each of its two states, a copy for the RAM layer, and an early sync of the log
 
 
 class Task(Generic[T]):
