@@ -19,7 +19,7 @@ from storekit import MIB, file_bytes, noise, recurrent_state, state
 from kvstore import InvalidInputError, OverBudgetError, Store, operate
 from kvstore.errors import KVStoreError
 from kvstore.storage import queries_maintenance
-from kvstore.store import maintenance, store
+from kvstore.store import figures, maintenance, store
 
 Opener = Callable[..., Store]
 ORDERS: dict[str, Callable[[Any], Any]] = {
@@ -149,7 +149,7 @@ def test_families_without_entries_go_the_least_used_first(
     open_store: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queries_maintenance, "FAMILIES_KEPT", 8)
-    monkeypatch.setattr(store, "FAMILIES_SHOWN", 5)
+    monkeypatch.setattr(figures, "FAMILIES_SHOWN", 5)
     opened = open_store()
     used = set()
     for i in range(60):

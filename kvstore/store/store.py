@@ -16,13 +16,13 @@ import numpy as np
 
 from .. import layout, meta
 from ..errors import InvalidInputError, NotFoundError
-from ..storage import db, policy, queries, queries_blobs, queries_lists, queries_maintenance
+from ..storage import db, policy, queries, queries_lists
 from ..storage import prefix_index as prefixes
 from ..storage.ram_cache import RamCache
-from ..types import CLASSES, SOURCES, WHOLE, Entry, EntryClass, Match, RemoteMatch, SavedState, Source, Stats, hex_id
+from ..types import CLASSES, SOURCES, Entry, EntryClass, Match, RemoteMatch, SavedState, Source, Stats, hex_id
 from ..util.hashing import family
 from ..util.validate import as_state, as_tokens, check_id, check_int, choice, is_text, lifetime
-from . import delete, get, learning, maintenance, put
+from . import delete, figures, get, learning, maintenance, put
 from . import verify as check
 from .core import StoreCore
 from .opening import close_core, open_core
@@ -38,7 +38,6 @@ ENTRIES_PER_PAGE = 256
 # An entry, its id, or the 16 hex digits of that.
 EntryId: TypeAlias = int | str | Entry
 _OF_TOKENS, _OF_ENTRY = "the number of tokens", "the number of tokens of the entry"
-FAMILIES_SHOWN = 100
 # A put of so many bytes, and every so many puts, wake the maintenance, which copies the log into the file: pages that several
 # small puts write are then copied once.
 WAKE_BYTES, WAKE_PUTS = 1 << 20, 64
@@ -434,45 +433,7 @@ class Store:
     def stats(self) -> Stats:
         """Figures of the file and of this Store's RAM layer."""
         self._settle()
-        core = self._core
-        # No transaction of this process may be under way: counters taken by a writer but not yet committed would be missed.
-        with core.db.exclusive(), core.db.read() as c:
-            totals = queries.totals(c)
-            counts = queries.counters(c)
-            families = queries_maintenance.top_families(c, FAMILIES_SHOWN)
-            n_families = queries_maintenance.family_count(c)
-            page_size, _, free = queries_blobs.pages(c)
-            for name, by in core.counters.counts().items():
-                counts[name] = counts.get(name, 0) + by
-        prefix = "evicted_"
-        return Stats(
-            entries={name: totals[name].entries for name in CLASSES},
-            size=sum(totals[name].size for name in CLASSES),
-            stored=sum(t.stored for t in totals.values()),
-            size_by_class={name: totals[name].size for name in CLASSES},
-            stored_by_class={name: totals[name].stored for name in CLASSES},
-            file_bytes=core.db.file_bytes(),
-            free_bytes=free * page_size,
-            ram_bytes=core.ram.n_bytes,
-            ram_entries=len(core.ram),
-            hits=counts.get("hits", 0),
-            misses=counts.get("misses", 0),
-            unmatched=counts.get("unmatched", 0),
-            tokens_served=counts.get("tokens_served", 0),
-            puts=counts.get("puts", 0),
-            shared_puts=counts.get("shared_puts", 0),
-            whole_puts={name: counts[f"whole_{name}"] for name in WHOLE if counts.get(f"whole_{name}")},
-            evictions={k[len(prefix) :]: v for k, v in sorted(counts.items()) if k.startswith(prefix)}
-            | ({"ram_budget": core.ram.evictions} if core.ram.evictions else {}),
-            encode_seconds=counts.get("encode_us", 0) / 1e6,
-            decode_seconds=counts.get("decode_us", 0) / 1e6,
-            upkeep_alive=None if self._maintenance is None else self._maintenance.alive,
-            upkeep_failures=0 if self._maintenance is None else self._maintenance.failures,
-            n_families=n_families,
-            families=tuple(families),
-            bases=totals[queries.BASE].entries,
-            base_bytes=totals[queries.BASE].stored,
-        )
+        return figures.collect(self._core, self._maintenance)
 
     def verify(self) -> list[check.Problem]:
         """Checks the file and every digest; reads only. An empty list is a clean store."""
