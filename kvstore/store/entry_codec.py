@@ -45,7 +45,7 @@ class Part:
 class Base:
     """The entry that something is stored against, in the version that was read; `links` is its chain, itself first.
 
-    `states` and `samples` are by part. was_base: it was one when it was read.
+    `states` and `samples` are by part. was_base: whether it was unlisted (base = 1) when it was read.
     """
 
     id: int
@@ -80,7 +80,7 @@ class Encoded:
 
 
 def load_base(reader: EntryReader, c: Connection, id: int, n_tokens: int) -> Base | None:
-    """An entry with its states; None where it is damaged: its next get drops it."""
+    """The entry as a base, with its states decoded; None if it is damaged (its next get drops it)."""
     try:
         links = queries_chains.links(c, id)
         if len(links) >= policy.MAX_LINKS:

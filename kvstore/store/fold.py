@@ -26,9 +26,10 @@ P = TypeVar("P", bound=Plan)
 
 
 def folded(core: StoreCore, plan: P, base: Base, encoded: Encoded) -> tuple[P, Encoded]:
-    """The plan and what it stores, past those links of the chain that make it too long, are small, and that the put replaces.
+    """Shortens a chain that is too long: composes into the delta the small links that only this put needs.
 
-    Such a link is needed by nothing else, so it goes when the put is published. What is written is larger by its bytes.
+    Gives the plan with its new base, and what to store, which is larger by the bytes of those links. The links themselves go
+    when the put is published.
     """
     most = encoded.stored + policy.FOLDED_BYTES
     size = plan.request.size

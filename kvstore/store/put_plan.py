@@ -70,7 +70,7 @@ class PutPlan:
         return now.bases[:1] == self.found.bases[:1]
 
     def encode(self, core: StoreCore) -> tuple[PutPlan, Encoded]:
-        """What to store, and the plan that it follows: without the base, where no base saves enough."""
+        """Encodes the request. Gives the plan that holds then, without a base if none saves enough, and what to store."""
         request = self.request
         plan, left = self, [found for found in self.found.bases if found[0] != self.base_id]
         while True:
