@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 NATIVE := $(wildcard kvstore/native/*.c kvstore/native/*.h kvstore/native/build.py)
 
-.PHONY: help demo test test-slow test-encryption lint asan bench clean
+.PHONY: help demo test test-slow test-long test-encryption lint asan bench clean
 help:
 	@echo "make demo       a real llama-server, killed and restarted, goes on from its stored states (3 minutes)"
 	@echo "make test       the tests (5 minutes)"
 	@echo "make test-slow  the slow tests"
+	@echo "make test-long  a fleet of ten thousand machines for a week, simulated"
 	@echo "make test-encryption  what needs an SQLite with ciphers, in an environment of its own"
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make asan       the codec and the parsers under AddressSanitizer and UBSan"
@@ -37,6 +38,9 @@ test: $(VENV)/.test
 
 test-slow: $(VENV)/.test
 	$(PY) -m pytest -m slow -n auto --dist loadfile
+
+test-long: $(VENV)/.test
+	$(PY) -m pytest -m long
 
 # The two commands of docs/encryption.md. Cipher and plain build exclude each other, so this is not in $(VENV).
 $(VENV)-encryption/.test: pyproject.toml setup.py kvstore/storage/keys.py $(NATIVE)

@@ -22,7 +22,7 @@ def test_a_small_fleet_for_a_week() -> None:
     check(simulate(40, 7))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_ten_thousand_machines_for_a_week() -> None:
     report = simulate(10_000, 7, requests_a_day=3, chats=0.002)
