@@ -7,6 +7,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -31,6 +32,7 @@ from kvstore import (
 from kvstore.storage import geometry, keys, sqlite
 from kvstore.storage import schema as upgrade
 from kvstore.storage import sniff as header
+from kvstore.store import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 KEY = "correct horse"
@@ -303,6 +305,26 @@ def test_the_key_is_nowhere_to_be_seen(path: Path, caplog: pytest.LogCaptureFixt
             call()
         shown.append(chain(caught.value))
     assert KEY not in "\n".join([*shown, caplog.text])
+
+
+@needs_cipher
+def test_a_check_of_a_file_keeps_nobody_from_opening_it(path: Path) -> None:
+    with Store(path, key=KEY) as store:
+        store.put(TOKENS, noise(1, 100_000))
+    checked = verify.Lenient(str(path), key=KEY)
+    try:
+        opened: list[int] = []
+
+        def count() -> None:
+            with Store(path, key=KEY, timeout=1) as store:
+                opened.append(len(list(store.entries())))
+
+        thread = threading.Thread(target=count)
+        thread.start()
+        thread.join()
+        assert opened == [1]
+    finally:
+        checked.close()
 
 
 @needs_cipher

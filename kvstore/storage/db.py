@@ -93,6 +93,8 @@ class Database:
             self._upgrade_lock = UpgradeLock(self.path, timeout)
         try:
             self._open()
+            if self._upgrade_lock is not None and found is None and not self._is_old():
+                self.may_be_replaced()
         except BaseException:
             self.may_be_replaced()
             raise
@@ -107,6 +109,15 @@ class Database:
             if not self.readonly or self._without_log() is None:
                 raise
             self._writer = self._connect(writable=False)
+
+    def _is_old(self) -> bool:
+        """Whether an upgrade may replace the file, which a connection alone can tell: it is encrypted, or damaged."""
+        try:
+            return 0 < sqlite.user_version(self._writer) < SCHEMA_VERSION
+        except sqlite.LOCKED:
+            return True  # `prepare` waits for it
+        except sqlite.Error:
+            return False
 
     def may_be_replaced(self) -> None:
         """Lets other processes upgrade the file; called when it is of the current version, or closed."""
