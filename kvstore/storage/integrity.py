@@ -11,7 +11,7 @@ from ..util.hashing import prefix_hash
 from . import queries, queries_blobs, queries_prefixes
 from .db import Connection
 from .queries import signed, unsigned
-from .queries_chains import MAX_DEPTH
+from .queries_chains import CHILDLESS_BASES, MAX_DEPTH
 
 Finding: TypeAlias = "tuple[int | None, str]"  # the entry, what is wrong with it
 
@@ -48,13 +48,10 @@ LEFT JOIN meta q ON q.entry = m.parent WHERE b.kind = 'bkvd'"""
         yield unsigned(id), f"its chain has more than {MAX_DEPTH} entries"
 
 
-_CHILDLESS = "SELECT entry FROM meta m WHERE base = 1 AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry)"
-
-
 def base(c: Connection) -> Iterator[Finding]:
     for (id,) in c.execute("SELECT m.entry FROM meta m JOIN entries e ON e.id = m.entry WHERE m.base <> e.base"):
         yield unsigned(id), "meta and entries do not agree whether it is a base"
-    for (id,) in c.execute(_CHILDLESS):
+    for (id,) in c.execute(CHILDLESS_BASES):
         yield unsigned(id), "it is a base, and nothing is stored against it"
 
 

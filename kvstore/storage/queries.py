@@ -355,7 +355,7 @@ def cut_at_or_before(c: Connection, fingerprint: int, key: bytes) -> Iterator[tu
     yield from _token_rows(c.execute(sql, (fingerprint, key)))
 
 
-def whole_by_end(c: Connection, fingerprint: int, key: bytes, limit: int = -1) -> list[int]:
+def whole_by_end(c: Connection, fingerprint: int, key: bytes) -> list[int]:
     """The signed ids of entries whose tokens are a prefix of `key`, longest first: those that can be cut anywhere, and bases.
 
     One seek for each token of the key (1 us), in an index of token counts and last tokens.
@@ -364,12 +364,8 @@ def whole_by_end(c: Connection, fingerprint: int, key: bytes, limit: int = -1) -
  SELECT e.id FROM counts CROSS JOIN entries e
  WHERE e.fingerprint = ?1 AND (e.cut_any = 1 OR e.base = 1) AND e.n_tokens = counts.n
  AND substr(e.tokens, -64) = substr(?2, max(1, 4 * counts.n - 63), min(64, 4 * counts.n))
- AND e.tokens = substr(?2, 1, 4 * counts.n) LIMIT ?4"""
-    return [r[0] for r in c.execute(sql, (fingerprint, key, len(key) // 4, limit))]
-
-
-def has_class(c: Connection, entry_class: str) -> bool:
-    return c.execute("SELECT 1 FROM meta WHERE class = ? AND base = 0 LIMIT 1", (entry_class,)).fetchone() is not None
+ AND e.tokens = substr(?2, 1, 4 * counts.n)"""
+    return [r[0] for r in c.execute(sql, (fingerprint, key, len(key) // 4))]
 
 
 def same_tokens(c: Connection, fingerprint: int, key: bytes) -> list[int]:

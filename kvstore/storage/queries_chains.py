@@ -15,6 +15,7 @@ from .queries_blobs import BLOB, BlobRow, blob_row
 
 # More links than this are damage. A put makes chains of half as many at most (policy.MAX_LINKS).
 MAX_DEPTH = 1000
+CHILDLESS_BASES = "SELECT entry FROM meta m WHERE base = 1 AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +90,13 @@ def has_live_descendants(c: Connection, id: int, now: int) -> bool:
     return c.execute(sql, (signed(id), now)).fetchone() is not None
 
 
-def _listed_ancestors(c: Connection, id: int) -> list[int]:
-    """The signed ids of the entries that an entry is stored against, bases left out, nearest first."""
+def listed_ancestors(c: Connection, id: int) -> list[int]:
+    """The entries that an entry is stored against, bases left out, nearest first."""
     sql = f"""WITH RECURSIVE up(id, parent, base, depth) AS (
  SELECT entry, parent, 1, 0 FROM meta WHERE entry = ?1
  UNION ALL SELECT m.entry, m.parent, m.base, u.depth + 1 FROM up u CROSS JOIN meta m ON m.entry = u.parent
  WHERE u.depth < {MAX_DEPTH}) SELECT id FROM up WHERE base = 0 ORDER BY depth"""
-    return list(dict.fromkeys(r[0] for r in c.execute(sql, (signed(id),))))
+    return list(dict.fromkeys(unsigned(r[0]) for r in c.execute(sql, (signed(id),))))
 
 
 def listed_parent(c: Connection, id: int) -> int | None:
@@ -118,9 +119,10 @@ def touch(c: Connection, id: int, hits: int, used: int) -> None:
  last_used = max(last_used, ?2), use_order = ?3 WHERE entry = ?4""",
         (hits, used, next_use(c), signed(id)),
     )
-    for ancestor in _listed_ancestors(c, id):
+    for ancestor in listed_ancestors(c, id):
         c.execute(
-            "UPDATE meta SET last_used = max(last_used, ?), use_order = ? WHERE entry = ?", (used, next_use(c), ancestor)
+            "UPDATE meta SET last_used = max(last_used, ?), use_order = ? WHERE entry = ?",
+            (used, next_use(c), signed(ancestor)),
         )
 
 

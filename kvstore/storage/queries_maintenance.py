@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..types import FamilyStats
 from . import queries_prefixes
 from .db import Connection
+from .queries_chains import CHILDLESS_BASES
 
 UNSWEPT = "unswept"  # in counters: grows where a change by hand may have left such rows (the triggers of schema.sql)
 # Families whose entries are all gone that keep their counts: the most used ones, beside one for each entry of the store.
@@ -19,10 +20,7 @@ _ORPHANS = (
     ("entries", "id NOT IN (SELECT entry FROM meta)"),
     ("entries", "id IN (SELECT entry FROM meta WHERE parent NOT IN (SELECT id FROM entries))"),
     ("entries", "fingerprint NOT IN (SELECT id FROM fingerprints)"),
-    (
-        "entries",
-        "id IN (SELECT entry FROM meta m WHERE base = 1 AND NOT EXISTS (SELECT 1 FROM meta k WHERE k.parent = m.entry))",
-    ),
+    ("entries", f"id IN ({CHILDLESS_BASES})"),
     ("entries", "id NOT IN (SELECT entry FROM blobs WHERE part = 'main' AND entry IS NOT NULL)"),
     # A state without chunks, or with a gap. By the index alone: what is missing at the end is found by the next get.
     (

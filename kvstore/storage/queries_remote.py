@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from . import sqlite
+from .queries import signed, unsigned
 from .sqlite import Connection
 
 SCHEMA_VERSION = 1
@@ -119,12 +120,11 @@ def paths(c: Connection, prefix: str) -> Iterator[Row]:
 def local_entry(c: Connection, state: int) -> int | None:
     """The id of the local entry that was put with these very bytes."""
     row = c.execute("SELECT entry FROM remote_local WHERE state = ?", (state,)).fetchone()
-    return None if row is None else int(row[0]) & 0xFFFFFFFFFFFFFFFF
+    return None if row is None else unsigned(int(row[0]))
 
 
 def set_local_entry(c: Connection, state: int, entry: int) -> None:
-    signed = entry - (1 << 64) if entry >= 1 << 63 else entry
-    c.execute("INSERT OR REPLACE INTO remote_local(state, entry) VALUES(?,?)", (state, signed))
+    c.execute("INSERT OR REPLACE INTO remote_local(state, entry) VALUES(?,?)", (state, signed(entry)))
 
 
 def forget_local_entry(c: Connection, state: int) -> None:

@@ -60,7 +60,7 @@ def _make_room_for_children(core: StoreCore, id: int, all_of_them: bool) -> None
         need = 0
         for entry in entries:
             with suppress(CorruptStoreError):
-                need += rebuilt_bytes(c, entry.id)
+                need += rebuilt_bytes(queries_chains.links(c, entry.id))
     if not entries:
         return
     with core.transaction(durable=False) as (c, _):

@@ -9,7 +9,6 @@ from .. import bkvd
 from ..errors import CorruptStoreError, DeltaError
 from ..storage import policy, queries, queries_chains
 from ..storage.db import Connection
-from ..types import Entry
 from .core import StoreCore
 from .entry_codec import Base, Encoded, Part
 from .put_request import PutRequest
@@ -36,7 +35,7 @@ def folded(core: StoreCore, plan: P, base: Base, encoded: Encoded) -> tuple[P, E
     child: int | None = None  # the entry that is stored against the base now, if that is a base already
     with core.db.read() as c:
         while len(base.links) > 1 and policy.too_long(1 + len(base.links), size):
-            if not _goes(core, c, base, plan.request, child):
+            if not _goes(c, base, plan.request, child):
                 break
             shorter = _composed(core, c, base, encoded, most)
             if shorter is None:
@@ -48,18 +47,14 @@ def folded(core: StoreCore, plan: P, base: Base, encoded: Encoded) -> tuple[P, E
     return replace(plan, base=replace(base, states={})), encoded  # type: ignore[type-var]
 
 
-def _goes(core: StoreCore, c: Connection, base: Base, request: PutRequest, child: int | None) -> bool:
+def _goes(c: Connection, base: Base, request: PutRequest, child: int | None) -> bool:
     """Whether nothing but the put, and `child` that goes with it, needs the base: an entry that it contains, or a base."""
     if queries_chains.children(c, base.id) != ([] if child is None else [child]):
         return False
     entry = queries.entry(c, base.id, None, bases=True)
-    return entry is not None and (queries_chains.is_base(c, base.id) or _contained(core, entry, base, request))
-
-
-def _contained(core: StoreCore, entry: Entry, base: Base, request: PutRequest) -> bool:
-    plain = entry.entry_class == "normal" and not entry.n_images and not request.n_images
-    has_draft = "draft" in base.links[0].rows
-    return plain and request.cuts.serves(entry.n_tokens) and (request.draft is not None or not has_draft)
+    return entry is not None and (
+        queries_chains.is_base(c, base.id) or request.contains(entry, "draft" in base.links[0].rows)
+    )
 
 
 def _composed(core: StoreCore, c: Connection, base: Base, encoded: Encoded, most: int) -> Encoded | None:

@@ -124,6 +124,12 @@ class PutRequest:
     def cuts(self) -> Cuts:
         return self.states.cuts(len(self.tokens))
 
+    def contains(self, old: Entry, has_draft: bool) -> bool:
+        """Whether the put can serve every request that an entry can whose tokens begin its own: that leaves the list then."""
+        if old.entry_class != "normal" or not self.cuts.serves(old.n_tokens):
+            return False
+        return old.n_images == self.n_images == 0 and (self.draft is not None or not has_draft)
+
     def entry(self, now: int, stored: int, parent: int | None) -> Entry:
         if self.promised is not None:
             return replace(self.promised, stored=stored, parent=parent)

@@ -85,9 +85,8 @@ def without_parent(core: StoreCore, c: Connection, links: list[Link]) -> tuple[l
     return parts, parent.parent if any(part.kind == "bkvd" for part in parts) else None
 
 
-def rebuilt_bytes(c: Connection, id: int) -> int:
-    """About what an entry takes when its parent has gone."""
-    links = queries_chains.links(c, id)
+def rebuilt_bytes(links: list[Link]) -> int:
+    """About what the first of `links` takes when its parent has gone."""
     if not links:
         return 0
     whole = sum(row.size for row in links[0].rows.values())
@@ -105,12 +104,13 @@ def keep_children(
         if entry is None:
             continue
         try:
-            need = rebuilt_bytes(c, child)
+            links = queries_chains.links(c, child)
+            need = rebuilt_bytes(links)
             written += need
             if not core.budget.fits(c, need, written):
                 core.drop(c, child, "disk_budget", dropped)
                 continue
-            parts, parent = without_parent(core, c, queries_chains.links(c, child))
+            parts, parent = without_parent(core, c, links)
             replace_parts(core, c, entry, parts, parent)
         except CorruptStoreError as error:
             core.drop(c, child, f"damaged: {getattr(error, 'reason', error.message)}", dropped)

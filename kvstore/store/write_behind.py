@@ -154,9 +154,9 @@ class WriteBehind:
             newest = self._index.get(request.key)
             if newest is not None and not _expired(newest.entry, now):
                 wanted = policy.merged_class((newest.entry.entry_class, newest.entry.source), wanted)
-            for id, n in list(prefixes.prefixes_in(self._index, request.key[:-4], now)):
+            for id, _ in list(prefixes.prefixes_in(self._index, request.key[:-4], now)):
                 queued = self._by_id[id]
-                if _contains(request, n, queued.entry, queued.request.draft is not None):
+                if request.contains(queued.entry, queued.request.draft is not None):
                     hides.add(id)
         with self._core.db.read() as c:
             fingerprint = self._core.fingerprint_id(c)
@@ -168,11 +168,11 @@ class WriteBehind:
                 if newest is None and old is not None and not _expired(old, now) and not self._is_hidden(id):
                     wanted = policy.merged_class((old.entry_class, old.source), wanted)
             walked = prefixes.stored_prefixes(c, self._core.filters, fingerprint, request.key[:-4], now)
-            for id, n in walked.chosen(c, now, "any"):
+            for id, _ in walked.chosen(c, now, "any"):
                 old = queries.entry(c, id, fingerprint)
                 if old is None or self._is_hidden(id) or self._is_queued(id):
                     continue
-                if _contains(request, n, old, len(queries_blobs.blobs(c, id)) > 1):
+                if request.contains(old, len(queries_blobs.blobs(c, id)) > 1):
                     hides.add(id)
         return *wanted, frozenset(hides)
 
@@ -394,13 +394,6 @@ class WriteBehind:
 
 def _expired(entry: Entry, now: int) -> bool:
     return entry.expires_at is not None and entry.expires_at <= now
-
-
-def _contains(request: PutRequest, n: int, old: Entry, has_draft: bool) -> bool:
-    """Whether a put can serve every request that an entry of its first n tokens can: that entry then leaves the list."""
-    if old.entry_class != "normal" or not request.cuts.serves(n):
-        return False
-    return old.n_images == request.n_images == 0 and (request.draft is not None or not has_draft)
 
 
 def _forget_frames(error: BaseException) -> None:
