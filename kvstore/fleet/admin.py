@@ -6,8 +6,8 @@ import asyncio
 import os
 import re
 import secrets
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -104,24 +104,26 @@ class FleetAdmin:
         return self._run(self._probe())
 
     async def _probe(self) -> float:
-        path = f"{VERSION}/probe-{secrets.token_hex(8)}"
-        await self.store.put(path, 5, iter([b"probe"]))
-        try:
+        async with self._written(b"probe") as path:
             if bytes(await self.store.get_range(path, 0, 5)) != b"probe":
                 raise RemoteError(f"{self.store.url} gives other bytes than were written", url=self.store.url)
             listed = [item.path async for page in self.store.pages(VERSION) for item in page]
             if path not in listed:
                 raise RemoteError(f"{self.store.url} does not list what was written", url=self.store.url)
             return float(await self.store.modified(path))
-        finally:
-            await self.store.delete([path])
 
     async def _clock(self) -> float:
         """The time by the clock of the object store: ages are by this clock alone."""
-        path = f"{VERSION}/clock-{secrets.token_hex(8)}"
-        await self.store.put(path, 5, iter([b"clock"]))
-        try:
+        async with self._written(b"clock") as path:
             return float(await self.store.modified(path))
+
+    @asynccontextmanager
+    async def _written(self, word: bytes) -> AsyncIterator[str]:
+        """The path of a small object that holds a word; it is deleted afterwards."""
+        path = f"{VERSION}/{word.decode()}-{secrets.token_hex(8)}"
+        await self.store.put(path, len(word), iter([word]))
+        try:
+            yield path
         finally:
             await self.store.delete([path])
 

@@ -11,9 +11,8 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
-
-import numpy as np
 
 from ..errors import KVStoreError, RemoteDeniedError
 from ..types import Tokens
@@ -22,7 +21,7 @@ from .contents import PublishedState
 from .counters import Counters
 from .estimate import Breaker, LinkEstimate, renewal_chance
 from .index import Indexed, Listed, RemoteIndex
-from .names import MIN_TOKENS, Names, day_of, time_of
+from .names import MIN_TOKENS, Chain, Names, ObjectName, day_of, time_of
 from .object_store import GoneError
 from .options import DAY, RemoteOptions
 from .sealing import RefusedError
@@ -197,30 +196,34 @@ class FleetClient:
 
     # -- publish
 
-    async def published(self, tokens: Tokens) -> Indexed | None:
-        """The object of exactly these tokens that the index knows; one past half its lifetime is renewed."""
-        same = self.index.same_tokens(self.names, self.names.chain(tokens))
+    async def chain(self, tokens: Tokens) -> Chain:
+        """The hashes of tokens, made by a worker thread: all of them are read."""
+        return await asyncio.get_running_loop().run_in_executor(None, self.names.chain, tokens)
+
+    async def published(self, chain: Chain) -> Indexed | None:
+        """The object of exactly the tokens of a chain that the index knows; one past half its lifetime is renewed."""
+        same = self.index.same_tokens(self.names, chain)
         if same is not None and self.age(same) > self.options.lifetime / 2:
-            renewed = await self.renew(same)
-            return renewed
+            return await self.renew(same)
         return same
 
-    async def publish(self, state: PublishedState, *, cuttable: bool, id: int = 0) -> Indexed | None:
+    async def publish(
+        self, state: PublishedState, *, cuttable: bool, id: int = 0, chain: Chain | None = None
+    ) -> Indexed | None:
         """Publishes an entry; gives its object, or None where it is not to be published. The caller polled before.
 
-        Raises RemoteError, RemoteDeniedError.
+        chain: of its tokens under the current key, where it is known. Raises RemoteError, RemoteDeniedError.
         """
         if len(state.tokens) < MIN_TOKENS or state.facts.n_images:
             return None
         names = self.names
-        same = await self.published(state.tokens)
+        chain = await self.chain(state.tokens) if chain is None else chain
+        same = await self.published(chain)
         if same is not None:
             if same.name.state == names.state(state.digests) and id:
                 self.index.set_local_entry(names, same.name.state, id)
             return same
-        loop = asyncio.get_running_loop()
-        chain = await loop.run_in_executor(None, names.chain, state.tokens)
-        parts, parent = await self._encode(state)
+        parts, parent = await self._encode(state, chain)
         facts = state.facts
         name = names.name(
             chain, at=self.now(), entry_class=facts.entry_class, cuttable=cuttable, state=names.state(state.digests),
@@ -238,21 +241,21 @@ class FleetClient:
         self.counters.count("publish_bytes", size)
         return new
 
-    async def _encode(self, state: PublishedState) -> tuple[list[Any], Indexed | None]:
+    async def _encode(self, state: PublishedState, chain: Chain) -> tuple[list[Any], Indexed | None]:
         """The parts of the object, as a delta where a published whole parent is here in the very bytes.
 
         Learned prefixes travel whole: only a whole object can be a parent.
         """
         loop = asyncio.get_running_loop()
         if state.facts.entry_class != "learned":
-            chain = await loop.run_in_executor(None, self.names.chain, state.tokens)
             usable = 0
             for parent in self.index.whole_prefixes(self.names, chain):
                 base = await loop.run_in_executor(None, self._local_bytes, self.names, parent.name.state)
                 if base is None:
                     continue
                 least = state.main.size // LEAST_SAVED
-                parts, shared = await loop.run_in_executor(None, _encode, state, base, parent.name.state, least)
+                encode = partial(contents.encode, state, base, parent.name.state, min_saved=least)
+                parts, shared = await loop.run_in_executor(None, encode)
                 if shared:
                     kept: Indexed | None = parent
                     if self.age(parent) > self.options.lifetime / 2:
@@ -262,7 +265,7 @@ class FleetClient:
                 usable += 1
                 if usable == PARENTS_TRIED:
                     break
-        parts, _ = await loop.run_in_executor(None, _encode, state, None, "", 0)
+        parts, _ = await loop.run_in_executor(None, contents.encode, state, None, "")
         return parts, None
 
     def _local_bytes(self, names: Names, state: str) -> PublishedState | None:
@@ -322,15 +325,18 @@ class FleetClient:
 
     # -- fetch
 
+    def is_here(self, name: ObjectName, state: str) -> bool:
+        """Whether a local entry has the bytes of this state, of the object of a name or of its parent."""
+        id = self.index.local_entry(self.index.names_of(name), state)
+        return id is not None and self.local.exists(id)
+
     def n_bytes(self, found: Indexed) -> int:
         """What a fetch moves: the object, and its parent where no local entry has these bytes."""
         if not found.name.is_delta:
             return found.size
-        names = self.index.names_of(found.name)
-        id = self.index.local_entry(names, found.name.parent)
-        if id is not None and self.local.exists(id):
+        if self.is_here(found.name, found.name.parent):
             return found.size
-        parent = self.index.of_state(names, found.name.parent, whole=True)
+        parent = self.index.of_state(self.index.names_of(found.name), found.name.parent, whole=True)
         return found.size + (0 if parent is None else parent.size)
 
     async def fetch(self, found: Indexed, progress: Progress | None = None) -> Fetched:
@@ -423,14 +429,3 @@ class FleetClient:
         self.breaker.succeeded()
 
 
-def same_start(stored: Tokens, request: Tokens) -> int:
-    """How many leading tokens two sequences have in common."""
-    n = min(len(stored), len(request))
-    differs = np.flatnonzero(stored[:n] != request[:n])
-    return int(differs[0]) if differs.size else n
-
-
-def _encode(
-    state: PublishedState, parent: PublishedState | None, parent_state: str, least: int
-) -> tuple[list[Any], bool]:
-    return contents.encode(state, parent, parent_state, min_saved=least)

@@ -20,7 +20,6 @@ PREFETCH_WAIT = 60.0  # at most, so that not all machines fetch at once
 
 
 class Keeper(Protocol):
-    def exists(self, id: int) -> bool: ...
     def keep(self, state: PublishedState) -> int | None:
         """Puts a fetched state; its id in the store, or None where it was not put."""
 
@@ -68,9 +67,7 @@ class Intake:
                 self._kept(id)
 
     def is_here(self, found: Indexed) -> bool:
-        index = self._client.index
-        id = index.local_entry(index.names_of(found.name), found.name.state)
-        return id is not None and self._local.exists(id)
+        return self._client.is_here(found.name, found.name.state)
 
     async def pull(self, found: Indexed) -> Fetched | None:
         """Fetches an object; None where it must not be served, or is gone. Raises RemoteError."""

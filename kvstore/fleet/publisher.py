@@ -110,7 +110,8 @@ class Publisher:
         self.checked.add(waiting.id)
         if waiting.entry_class == "normal" and not self._pays(len(tokens)):
             return None
-        known = await self._client.published(tokens)
+        chain = await self._client.chain(tokens)
+        known = await self._client.published(chain)
         if known is not None:
             return known
         base = await loop.run_in_executor(None, self._local.base, waiting.id)
@@ -120,7 +121,7 @@ class Publisher:
         if state is None:
             return None
         cuttable = await loop.run_in_executor(None, self._local.cuttable, state)
-        return await self._client.publish(state, cuttable=cuttable, id=waiting.id)
+        return await self._client.publish(state, cuttable=cuttable, id=waiting.id, chain=chain)
 
     def _pays(self, n_tokens: int) -> bool:
         """Whether others would compute a chat for longer than they fetch it, where the speed of computing is known."""

@@ -20,7 +20,8 @@ from ..errors import ClosedError, KVStoreError, RemoteError
 from ..storage.db import MEMORY
 from ..storage.remote_file import SUFFIX, RemoteFile
 from ..types import Entry, RemoteMatch, Tokens
-from .client import BadObjectError, Fetched, FleetClient, MissingObjectError, same_start
+from ..util.buffers import common_prefix_length
+from .client import BadObjectError, Fetched, FleetClient, LocalStore, MissingObjectError
 from .contents import PublishedState
 from .estimate import Decision
 from .index import Indexed, RemoteIndex
@@ -41,7 +42,7 @@ CLOSE_SECONDS = 2.0
 THREADS = 6
 
 
-class LocalFace(Published, Keeper, Protocol):
+class LocalFace(LocalStore, Published, Keeper, Protocol):
     """The store beside the remote. All calls block, and are made by threads of the remote."""
 
     def cut(self, state: PublishedState, n_tokens: int) -> PublishedState:
@@ -198,12 +199,9 @@ class Remote:
         """Candidates whose parent is here, or in the object store."""
         for each in self.index.candidates(chains, n_least):
             name = each.found.name
-            names = self.index.names_of(name)
-            if name.is_delta and self.index.of_state(names, name.parent, whole=True) is None:
-                id = self.index.local_entry(names, name.parent)
-                if id is None or not self._local.exists(id):
-                    continue
-            yield each
+            listed = not name.is_delta or self.index.of_state(self.index.names_of(name), name.parent, whole=True) is not None
+            if listed or self.client.is_here(name, name.parent):
+                yield each
 
     def _want_poll(self) -> None:
         if not self._wanted:
@@ -286,7 +284,7 @@ class Remote:
     def _served(self, fetched: Fetched, tokens: Tokens, n_common: int, longest: bool) -> int:
         """How many tokens of the request the state serves. Raises RefusedError where its tokens are others."""
         state = fetched.state
-        n = same_start(state.tokens, tokens)
+        n = common_prefix_length(state.tokens, tokens)
         if n < n_common:
             raise RefusedError("its tokens are not those of the request")
         if n == len(state.tokens) or n == n_common:

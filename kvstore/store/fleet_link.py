@@ -6,16 +6,15 @@ from .. import layout
 from ..errors import LayoutError
 from ..fleet.contents import FULL, PartFacts, PublishedState, StateFacts
 from ..fleet.sealing import RefusedError
-from ..storage import queries, queries_lists
-from ..types import Bytes, Entry, SavedState, Tokens
+from ..storage import policy, queries, queries_chains, queries_lists
+from ..types import Entry, SavedState, Tokens
 from ..util.hashing import Digests
 from . import get, put
 from .core import StoreCore
-from .put_request import new_request
+from .put_request import PutRequest, new_request
 from .write_behind import WriteBehind
 
 PAGE = 256
-MAX_CHAIN = 1000
 
 
 class FleetLink:
@@ -51,7 +50,8 @@ class FleetLink:
             return None if self._core.find(c, id) is None else queries.tokens(c, id)
 
     def cuttable(self, state: PublishedState) -> bool:
-        return all(_can_crop(part) for part in (state.main, state.draft) if part is not None)
+        layouts = [policy.layout_of(part) for part in (state.main, state.draft) if part is not None]
+        return all(found is not None and found.can_crop for found in layouts)
 
     def cut(self, state: PublishedState, n_tokens: int) -> PublishedState:
         """The state of the first n_tokens. Raises RefusedError: its name said that it can be cut."""
@@ -64,32 +64,14 @@ class FleetLink:
 
     def base(self, id: int) -> int | None:
         with self._core.db.read() as c:
-            for _ in range(MAX_CHAIN):
-                entry = queries.entry(c, id, None, bases=True)
-                if entry is None or entry.parent is None:
-                    return None
-                id = entry.parent
-                parent = queries.entry(c, id, None)
-                if parent is not None and parent.entry_class == "learned":
-                    return id
+            for ancestor in queries_chains.listed_ancestors(c, id):
+                entry = queries.entry(c, ancestor, None)
+                if entry is not None and entry.entry_class == "learned":
+                    return ancestor
         return None
 
     def keep(self, state: PublishedState) -> int | None:
-        facts = state.facts
-        request = new_request(
-            state.tokens,
-            state.main,
-            state.draft,
-            entry_class=facts.entry_class,
-            source=facts.source,
-            ttl=None,
-            family=facts.family,
-            excerpt=facts.excerpt,
-            n_input=facts.n_input,
-            n_images=facts.n_images,
-            share=True,
-            head=facts.head,
-        )
+        request = _request(state)
         entry = self._behind.put(request) if self._write_behind else put.put(self._core, request)
         return entry.id
 
@@ -107,11 +89,13 @@ class FleetLink:
         return found
 
 
-def _can_crop(state: Bytes) -> bool:
-    try:
-        return layout.parse(state).can_crop
-    except LayoutError:
-        return False
+def _request(state: PublishedState, id: int | None = None) -> PutRequest:
+    facts = state.facts
+    return new_request(
+        state.tokens, state.main, state.draft, entry_class=facts.entry_class, source=facts.source, ttl=None,
+        family=facts.family, excerpt=facts.excerpt, n_input=facts.n_input, n_images=facts.n_images, share=True,
+        head=facts.head, id=id,
+    )  # fmt: skip
 
 
 def published(saved: SavedState, fingerprint: str, head: bytes | None) -> PublishedState:
@@ -128,13 +112,8 @@ def published(saved: SavedState, fingerprint: str, head: bytes | None) -> Publis
 
 def saved_state(state: PublishedState, now: int) -> SavedState:
     """A fetched state as `get` gives one. Its entry gets an id when it is put, behind: 0 until then."""
-    facts = state.facts
-    size = state.main.size + (0 if state.draft is None else state.draft.size)
-    entry = Entry(
-        id=0, n_tokens=len(state.tokens), n_images=facts.n_images, entry_class=facts.entry_class, source=facts.source,
-        created_at=now, last_used=now, expires_at=None, ttl=None, hits=0, family=facts.family, n_input=facts.n_input,
-        excerpt=facts.excerpt, parent=None, size=size, stored=size,
-    )  # fmt: skip
+    request = _request(state, id=0)
+    entry = request.entry(now, request.size, None)
     for array in (state.tokens, state.main, state.draft):
         if array is not None:
             array.flags.writeable = False
