@@ -7,13 +7,13 @@ implementation is `LlamaServerBackend`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 from ... import layout, slotfile
 from ...errors import KVStoreError
-from ...types import Tokens
+from ...types import Bytes, Tokens
 from .slot_memory import SlotMemory
 
 REQUEST_SECONDS = 60.0
@@ -44,6 +44,10 @@ class Identity:
     probed: bool = True
     fresh: bool = False
     keeps: bool = False
+
+    def slot_file(self, tokens: Tokens, state: Bytes) -> slotfile.SlotFile:
+        """A state in the form of this server's slot files."""
+        return replace(self.form, tokens=tokens, state=state, media=(), padding=b"")
 
     @cached_property
     def crops(self) -> bool:

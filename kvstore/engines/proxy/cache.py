@@ -13,7 +13,7 @@ from ...errors import LayoutError
 from ...store import Store
 from ...types import Entry, Match, Tokens, hex_id
 from ...util.buffers import common_prefix_length
-from .backend import Timings
+from .backend import Identity, Timings
 from .backend_link import BackendLink
 from .fleet import FleetLookup
 from .metrics import Metrics, Recent
@@ -259,7 +259,7 @@ class Cache:
         assert identity is not None
         started = time.perf_counter()
         try:
-            file = await link.run(self._state, store, match, identity.form)
+            file = await link.run(self._state, store, match, identity)
         except Exception:
             self.metrics.count("failures")
             log.warning("entry %s was not read", hex_id(match.entry.id), exc_info=True)
@@ -333,7 +333,7 @@ class Cache:
                 best = UnwrittenMatch.of(each.file, n)
         return best
 
-    def _state(self, store: Store, match: Match, form: slotfile.SlotFile) -> slotfile.SlotFile | None:
+    def _state(self, store: Store, match: Match, identity: Identity) -> slotfile.SlotFile | None:
         """The slot file of a match, cut to the common tokens where its layout allows that."""
         if isinstance(match, UnwrittenMatch):
             return match.state()
@@ -343,7 +343,7 @@ class Cache:
             saved = store.get(match.entry.id)
         if saved is None:
             return None
-        return replace(form, tokens=saved.tokens, state=saved.main, media=(), padding=b"")
+        return identity.slot_file(saved.tokens, saved.main)
 
     # -- after the request
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ... import slotfile
@@ -58,7 +57,7 @@ class FleetLookup:
         tokens, state = found
         if 0 < identity.n_ctx <= tokens.size:
             return None
-        return replace(identity.form, tokens=tokens, state=state, media=(), padding=b"")
+        return identity.slot_file(tokens, state)
 
     async def _fetch(self, store: Store, remote: Remote, match: RemoteMatch, deadline: float) -> tuple[Tokens, Bytes] | None:
         if self._executor is None:

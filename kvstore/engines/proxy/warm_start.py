@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 
 from ... import layout, operate
 from ...errors import KVStoreError
@@ -156,7 +155,7 @@ class WarmStart:
             return True
         if saved is None:
             return True
-        file = replace(identity.form, tokens=saved.tokens, state=saved.main, media=(), padding=b"")
+        file = identity.slot_file(saved.tokens, saved.main)
         began: float | None = None
 
         def begin() -> bool:
