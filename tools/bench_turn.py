@@ -18,12 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from bench_store import timed, write_plain
 
 import kvstore
 
@@ -61,12 +61,6 @@ def written() -> int:
     return int(fields["write_bytes"]) - int(fields["cancelled_write_bytes"])
 
 
-def write_file(path: Path, data: Any) -> None:
-    with open(path, "wb", buffering=0) as f:
-        f.write(data)
-        os.fsync(f.fileno())
-
-
 class Kvstore:
     def __init__(self, folder: Path, n_learned: int) -> None:
         self._path, self._n_learned = folder / "kv.store", n_learned
@@ -92,7 +86,7 @@ class SlotFiles:
 
     def put(self, tokens: npt.NDArray[np.int32], state: Bytes) -> None:
         self._last = self._folder / f"{len(tokens)}.bin"
-        write_file(self._last, tokens.tobytes() + state.tobytes())
+        write_plain(self._last, np.frombuffer(tokens.tobytes() + state.tobytes(), np.uint8))
         for old in self._folder.glob("*.bin"):
             if old != self._last:
                 old.unlink()
@@ -121,7 +115,7 @@ class Blocks:
             name = self._folder / f"{hasher.hexdigest()}-{len(block)}"
             self._names.append(name)
             if not name.exists():
-                write_file(name, state[start * per_token : (start + len(block)) * per_token])
+                write_plain(name, state[start * per_token : (start + len(block)) * per_token])
 
     def get(self) -> Bytes:
         return np.concatenate([np.fromfile(name, np.uint8) for name in self._names])
@@ -138,12 +132,6 @@ def opened(way: str, folder: Path, n_learned: int) -> Any:
     return Blocks(folder, n_learned, int(way.rpartition(" ")[2]))
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    started = time.perf_counter()
-    found = call()
-    return time.perf_counter() - started, found
-
-
 def talk(way: str, turns: int, step: int, transposed: bool, folder: Path) -> dict[str, Any]:
     """One way, in this process: the learned prefix first, then the turns; bytes are counted from the first turn on."""
     said = Conversation(1000 + turns * step, transposed)
@@ -154,7 +142,7 @@ def talk(way: str, turns: int, step: int, transposed: bool, folder: Path) -> dic
     for turn in range(1, turns + 1):
         n = 1000 + turn * step
         state = said.state(n)
-        seconds, _ = timed(lambda n=n, state=state: store.put(said.tokens[:n], state))  # type: ignore[misc]
+        seconds, _ = timed(store.put, said.tokens[:n], state)
         puts.append(seconds)
         if turn in (1, turns // 2, turns):
             for _ in range(5):
@@ -228,7 +216,7 @@ def first_chat(slot_memory: float | None, warm_start: bool, where: str | None) -
                 server.start()
                 time.sleep(4)  # a warm start takes place here
                 chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And now?"}]
-                return timed(lambda: _post(url, {**body, "messages": chat, "max_tokens": 1}))[0]
+                return timed(_post, url, {**body, "messages": chat, "max_tokens": 1})[0]
 
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
