@@ -18,6 +18,7 @@ from storekit import state
 from kvstore import bkvd, operate
 from kvstore.storage import integrity, policy, queries, queries_chains
 from kvstore.storage.queries import signed
+from kvstore.store import maintenance
 
 
 @pytest.fixture
@@ -139,36 +140,44 @@ def test_a_long_chain_goes_by_one_statement(
             clean(store, path)
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The background thread leaves the expired entries to the test."""
+    monkeypatch.setattr(maintenance.Maintenance, "_expire", lambda self, core: None)
+
+
 def test_what_expires_stays_as_a_base_while_it_is_needed(
-    path: Path, open_store: Opener, clock: Callable[[float], None]
+    path: Path, open_store: Opener, clock: Callable[[float], None], alone: None
 ) -> None:
     store = open_store()
     said = turns(4)
     first = store.put(*said[0], entry_class="pinned", ttl=10)
     second = store.put(*said[1], entry_class="pinned", ttl=30)
-    store.put(*said[2], entry_class="pinned", ttl=20)
+    third = store.put(*said[2], entry_class="pinned", ttl=20)
     last = store.put(*said[3])
     clock(11)
-    store.gc()  # or the background thread was first
+    assert store.gc() == [first.id]
     assert parents(path)[first.id] == (None, 1)
     clock(10)
-    store.gc()  # or the background thread was first
+    assert store.gc() == [third.id]
     assert {e.id for e in store.entries()} == {second.id, last.id}
     served(store, last.id, said[3][1])
     clean(store, path)
     store.delete(last.id)
     assert set(parents(path)) == {first.id, second.id}
     clock(10)
-    store.gc()  # or the background thread was first
+    assert store.gc() == [second.id]
     assert parents(path) == {}
     clean(store, path)
 
 
-def test_an_expired_chain_goes_at_once(path: Path, open_store: Opener, clock: Callable[[float], None]) -> None:
+def test_an_expired_chain_goes_at_once(
+    path: Path, open_store: Opener, clock: Callable[[float], None], alone: None
+) -> None:
     store = open_store()
-    talk(store, turns(30), ttl=10)
+    ids = talk(store, turns(30), ttl=10)
     clock(11)
-    store.gc()  # or the background thread was first
+    assert store.gc() == ids[-1:]
     assert parents(path) == {}
     clean(store, path)
 
