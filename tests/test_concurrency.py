@@ -19,6 +19,7 @@ from workkit import wait_for
 
 import kvstore
 from kvstore import BusyError, Store
+from kvstore.storage import db, peek, schema, sqlite
 from kvstore.store import entry_codec
 
 Opener = Callable[..., Store]
@@ -216,6 +217,30 @@ def test_close_while_threads_use_the_store(
     again = open_store()
     assert again.verify() == []
     assert all(again.get(id) is not None for id in ids)
+
+
+@pytest.mark.parametrize("name", ["is_empty", "application_id", "user_version"])
+def test_a_file_that_another_process_creates_meanwhile_is_not_taken_for_a_foreign_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    db.reserve_file(str(path))
+    ours, theirs = db.Database(str(path)), db.Database(str(path))
+    ours.initialise()
+    asked = getattr(sqlite, name)
+
+    def interrupted(c: sqlite.Connection) -> Any:
+        monkeypatch.undo()
+        found = asked(c)
+        with theirs.write() as other:
+            sqlite.run_script(other, schema.schema_sql())
+        return found
+
+    monkeypatch.setattr(sqlite, name, interrupted)
+    with ours.exclusive() as c:
+        assert schema.version_of(c, ours.path) == 0
+        assert schema.version_of(c, ours.path) == peek.SCHEMA_VERSION
+    ours.close()
+    theirs.close()
 
 
 def test_many_open_a_new_file_at_once(path: Path, crash_free: Callable[[Callable[[], Any]], threading.Thread]) -> None:

@@ -33,8 +33,8 @@ def version_of(c: Connection, path: str) -> int:
 
     Raises NotAStoreError for another program's file, NewerStoreError for one of a newer kvstore; neither is touched.
     """
-    empty = sqlite.is_empty(c)  # first: a file that another process creates just now is never seen as somebody else's
-    found = Header(sqlite.application_id(c), sqlite.user_version(c), empty)
+    with sqlite.snapshot(c):  # else a file that another process creates just now could look like somebody else's
+        found = Header(sqlite.application_id(c), sqlite.user_version(c), sqlite.is_empty(c))
     peek.refuse(path, found)
     return found.user_version
 

@@ -151,6 +151,19 @@ def translated(path: str, key: bool = False, connection: Connection | None = Non
 
 
 @contextmanager
+def snapshot(connection: Connection) -> Iterator[None]:
+    """What is read in the block is of one state of the file. Inside a transaction that is so anyway."""
+    begun = connection.get_autocommit()
+    if begun:
+        connection.execute("BEGIN")
+    try:
+        yield
+    finally:
+        if begun and not connection.get_autocommit():
+            connection.execute("ROLLBACK")
+
+
+@contextmanager
 def immediate(connection: Connection) -> Iterator[None]:
     """A transaction that takes the lock for writing at its start; it is rolled back where the block raises."""
     connection.execute("BEGIN IMMEDIATE")
