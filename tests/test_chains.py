@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import storekit
 from chainkit import START, Opener, clean, depth, parents, rows, served, talk, turns
@@ -14,6 +16,8 @@ from storekit import state
 
 from kvstore import bkvd, layout
 from kvstore.storage import policy, queries
+from kvstore.store import put
+from kvstore.store.put_request import new_request
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["at once", "queued"])
@@ -336,3 +340,29 @@ def test_a_writer_that_is_killed_leaves_whole_chains(path: Path, open_store: Ope
         assert last.parent is not None
         assert [e.id for e in store.entries()] == [last.id]
         assert store.verify() == []
+
+
+@pytest.mark.parametrize("again", ["the same bytes", "other bytes"])
+@pytest.mark.parametrize("n_before", [0, 1])
+def test_a_queued_put_keeps_its_id_though_its_entry_became_a_base(
+    path: Path, open_store: Opener, again: str, n_before: int
+) -> None:
+    """Another process has put what contains the entry, after the caller was given the entry's id."""
+    store = open_store()
+    said = turns(3)
+    for turn in said[:n_before]:
+        store.put(*turn)
+    (tokens, main), longer = said[n_before], said[n_before + 1]
+    entry = store.put(tokens, main)
+    last = store.put(*longer)
+    assert parents(path)[entry.id][1] == 1
+    main = main if again == "the same bytes" else state(tokens, row=48, layers=1)
+    request = new_request(
+        np.array(tokens, np.int32), np.frombuffer(main, np.uint8).copy(), None, entry_class="normal", source="default",
+        ttl=None, family=1, excerpt="", n_input=len(tokens), n_images=0, share=True, head=None, id=entry.id,
+    )  # fmt: skip
+    assert put.put(store._core, replace(request, promised=replace(entry, size=len(main))), owned=True).id == entry.id
+    assert {e.id for e in store.entries()} == {entry.id, last.id}
+    served(store, entry.id, main)
+    served(store, last.id, longer[1])
+    clean(store, path)

@@ -318,6 +318,29 @@ def test_gc_prunes_to_a_size_by_the_order_of_use(budget: float, open_store: Open
     assert file_bytes(path) <= 3 * MIB
 
 
+def test_a_use_counts_for_the_writer_that_comes_first(
+    open_store: Opener, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes the counters waits for its turn, and an eviction has it before."""
+    opened = open_store()
+    ids = [opened.put([2, n], noise(n, MIB)).id for n in range(4)]
+    assert opened.get(ids[0]) is not None
+    db = opened._core.db
+    write, removed = db.write, []
+
+    def write_after_gc(**kwargs: Any) -> Any:
+        monkeypatch.setattr(db, "write", write)
+        removed.extend(opened.gc(max_size=3 * MIB))
+        return write(**kwargs)
+
+    monkeypatch.setattr(db, "write", write_after_gc)
+    opened._core.flush()
+    assert removed == ids[1:3]
+    left = opened.entry(ids[0])
+    assert left is not None
+    assert left.hits == 1
+
+
 @pytest.mark.parametrize("size", [0, -1, 1000, 1.5, "2G", True])
 def test_a_size_that_cannot_be_is_refused_and_nothing_goes(size: Any, open_store: Opener) -> None:
     opened = open_store()

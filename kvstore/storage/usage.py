@@ -60,9 +60,9 @@ class PendingCounters:
         uses, counts = taken
         with self._lock:
             self._counts.update(counts)
-            for id, (hits, used) in uses.items():
-                now = self._uses.get(id, (0, 0))
-                self._uses[id] = (hits + now[0], max(used, now[1]))
+            newer, self._uses = self._uses, dict(uses)
+        for id, (hits, used) in newer.items():
+            self.use(id, used, hits)
 
 
 def write(c: Connection, taken: tuple[dict[int, tuple[int, int]], Counter[str]]) -> None:

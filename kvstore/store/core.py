@@ -140,13 +140,16 @@ class StoreCore:
         After the commit, drops are logged and removed from the RAM layer; after a failure nothing is.
         """
         dropped = Dropped()
-        taken = self.counters.take(counts=counts)
+        taken = None
         try:
             with self.db.write(durable=durable, wait=wait) as c:
+                # Not before: another thread that writes first would evict by an order that lacks these uses.
+                taken = self.counters.take(counts=counts)
                 usage.write(c, taken)
                 yield c, dropped
         except BaseException as error:
-            self.counters.give_back(taken)
+            if taken is not None:
+                self.counters.give_back(taken)
             if isinstance(error, DiskFullError):
                 with suppress(KVStoreError):
                     self.db.checkpoint(truncate=True, wait=False)  # the log gives back what it does not need

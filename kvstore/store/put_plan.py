@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..storage import policy, queries, queries_blobs
+from ..storage import policy, queries, queries_blobs, queries_chains
 from ..storage import prefix_index as prefixes
 from ..storage.db import Connection
 from ..storage.prefix_index import StoredPrefixes
@@ -23,7 +23,8 @@ class StalePlan(Exception):
 class Findings:
     """The stored entries that matter to a put.
 
-    same: (id, entry) of those with the very same tokens, which the put replaces; the entry is None where its meta is lost.
+    same: (id, entry) of those with the very same tokens, which the put replaces; the entry is None where its meta is lost, or
+    where it became a base after the caller had got its id.
     prefixes: the stored prefixes, None where nothing depends on them. bases: (id, n_tokens) of the longest entries and bases
     that the put may be stored against.
     """
@@ -119,6 +120,8 @@ def look(core: StoreCore, c: Connection, fingerprint: int, request: PutRequest, 
     publishing: called in the transaction that publishes the put, which also needs the entries that the put contains.
     """
     same = tuple((id, queries.entry(c, id, None)) for id in queries.same_tokens(c, fingerprint, request.key))
+    if request.promised is not None and queries_chains.is_base(c, request.id):
+        same += ((request.id, None),)
     now = core.now()
     key = request.key[:-4]  # the last token is left out: a proper prefix
     bases: list[tuple[int, int]] = []
