@@ -84,6 +84,38 @@ def test_watch(db: Path) -> None:
     assert (process.returncode, err) == (0, "")
 
 
+FINALIZER = """
+import sys, time
+import kvstore.cli.inspect as inspect
+from kvstore.cli import main
+
+class Slow:
+    def __del__(self):
+        sys.stderr.write("in a finalizer\\n")
+        sys.stderr.flush()
+        time.sleep(60)
+
+look = inspect._facts
+def facts(*args):
+    Slow()
+    return look(*args)
+inspect._facts = facts
+main(sys.argv[1:])
+"""
+
+
+def test_a_watch_ends_though_the_signal_comes_in_a_finalizer(db: Path) -> None:
+    words = [sys.executable, "-c", FINALIZER, "ls", db, "--watch", "--json"]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "in a finalizer\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0
+    assert "KeyboardInterrupt" in err  # Python's note of what it dropped
+    assert "in a finalizer" not in err
+
+
 def interrupt(process: subprocess.Popen[str], when: Any) -> tuple[int, str]:
     deadline = time.monotonic() + 240
     while not when() and process.poll() is None:

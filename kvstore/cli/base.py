@@ -7,8 +7,11 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -31,6 +34,29 @@ MAX_KEY_BYTES = 64 << 10
 
 class _PipeClosed(Exception):
     """The reader of our output has exited. Not an OSError, because click would exit at once."""
+
+
+@contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """An event that SIGINT sets, beside raising KeyboardInterrupt. Ends quietly when interrupted.
+
+    Python drops an exception that a signal raises inside a finalizer, so an endless loop must look at the event too.
+    """
+    stop = threading.Event()
+
+    def interrupt(signum: int, frame: object) -> None:
+        stop.set()
+        raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, interrupt) if main else None
+    try:
+        yield stop
+    except KeyboardInterrupt:
+        return
+    finally:
+        if main:
+            signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
 
 class Commands(click.Group):

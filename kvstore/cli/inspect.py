@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -128,23 +127,22 @@ def _watch(
             style="dim",
         )
 
-    try:
+    with base.interruptible() as stop:  # SIGINT is the normal end of --watch
         if as_json or not sys.stdout.isatty():
-            while True:
+            while not stop.is_set():
                 if as_json:
                     output.data(_facts(*look(opened)))
                 else:
                     _table(*look(opened), full_ids).show()
                     click.echo()
                 sys.stdout.flush()
-                time.sleep(every)
+                stop.wait(every)
+            return
         with Live(console=Console(highlight=False), auto_refresh=False, screen=True) as live:
-            while True:
+            while not stop.is_set():
                 rows = look(opened, max(1, live.console.size.height - 3))
                 live.update(Group(summary(), Text(""), _table(*rows, full_ids).table), refresh=True)
-                time.sleep(every)
-    except KeyboardInterrupt:
-        return  # the normal end of --watch
+                stop.wait(every)
 
 
 @click.command(epilog=base.example("kvstore show cache.db 3f2a", "kvstore show cache.db 3f2a --layout"))
