@@ -238,14 +238,11 @@ CREATE TABLE IF NOT EXISTS prefixes(
   cut         INTEGER NOT NULL CHECK(cut IN (0, 1)),   -- 1: short of the whole, a row of cuts
   hash        INTEGER                                  -- 64 bits, of the first n_tokens; equal hashes are compared
 ) STRICT;
-CREATE INDEX IF NOT EXISTS prefixes_by_fingerprint ON prefixes(fingerprint);
 CREATE INDEX IF NOT EXISTS prefixes_by_entry ON prefixes(entry);
-CREATE INDEX IF NOT EXISTS prefixes_unhashed ON prefixes(id) WHERE hash IS NULL;
 -- Which entries that can be cut, and which bases, are a prefix of a token sequence: by count and last tokens, for a put among
 -- many that part one by one.
 CREATE INDEX IF NOT EXISTS entries_by_end ON entries(fingerprint, n_tokens, substr(tokens, -64)) WHERE cut_any = 1 OR base = 1;
 CREATE INDEX IF NOT EXISTS meta_by_last_used ON meta(last_used) WHERE base = 0;
-CREATE INDEX IF NOT EXISTS meta_by_family_use ON meta(family, use_order) WHERE base = 0;
 CREATE INDEX IF NOT EXISTS meta_by_class ON meta(class) WHERE class <> 'normal' AND base = 0;
 
 DROP TRIGGER IF EXISTS prefixes_of_entry;

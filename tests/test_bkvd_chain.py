@@ -170,6 +170,7 @@ def test_chains_of_real_states(pair: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.slow
 def test_large_outputs(seed: int) -> None:
     """More than 8 MiB, so that large pieces go around the cache: pieces of all sizes, at all alignments."""
     rng = np.random.default_rng(seed)

@@ -22,7 +22,7 @@ from kvstore.store.put_request import new_request
 
 @pytest.mark.parametrize("behind", [False, True], ids=["at once", "queued"])
 @pytest.mark.parametrize("ram", [0, 0.02, 64])
-@pytest.mark.parametrize("n", [2, 41, 201])
+@pytest.mark.parametrize("n", [2, 41, pytest.param(201, marks=pytest.mark.slow)])
 def test_a_conversation_is_one_entry_and_the_bases_that_it_needs(
     path: Path, open_store: Opener, monkeypatch: pytest.MonkeyPatch, n: int, ram: float, behind: bool
 ) -> None:

@@ -129,6 +129,7 @@ def stressed(path: Path, rounds: int, options: list[dict[str, Any]]) -> None:
 MIXED: list[dict[str, Any]] = [{}, {"cache_ram_mib": 0}, {"cache_ram_mib": 0.2}, {"write_behind": True, "auto_learn": True}]
 
 
+@pytest.mark.slow
 def test_processes_and_threads_share_a_file(path: Path) -> None:
     stressed(path, 150, MIXED)
 

@@ -120,6 +120,7 @@ def start(tmp_path: Path) -> Iterator[Starter]:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_between_settings(start: Starter, name: str) -> None:
     """Streams and slots, V transposed or not: every setting's state goes on under every other, in every slot."""
     servers = {setting: start(name, **options) for setting, options in SETTINGS.items()}

@@ -15,6 +15,7 @@ import serverkit
 from kvstore import Store
 from kvstore.types import SavedState
 
+pytestmark = pytest.mark.slow
 # Few enough for the tiny model's context, so many that a garbled answer is a small part.
 ARGUMENTS = ["--tokens", "2500", "--conversations", "2"]
 

@@ -48,6 +48,7 @@ def test_a_setting_that_changes_the_numbers_changes_the_probe(tmp_path: Path, wh
 
 @pytest.mark.parametrize("flash_attn", [True, False], ids=["fa", "nofa"])
 @pytest.mark.parametrize("name", serverkit.ARCHITECTURES)
+@pytest.mark.slow
 def test_settings_that_change_no_number_keep_the_probe(tmp_path: Path, name: str, flash_attn: bool) -> None:
     first = rows(tmp_path, name, flash_attn=flash_attn)
     assert first is not None

@@ -274,6 +274,7 @@ def test_reading_a_fifo(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["-", "/dev/stdin", "/dev/fd/0"])
 @pytest.mark.parametrize("command", ["put", "import"])
+@pytest.mark.slow
 def test_stdin_by_any_name(tmp_path: Path, name: str, command: str) -> None:
     source = next(p for p in sorted(STATES.glob("*.bin")) if p.read_bytes()[:4] == b"qsgg")
     data = source.read_bytes()

@@ -176,6 +176,7 @@ def test_every_call_answers_and_the_others_are_served(name: str, file: File, ope
 
 
 @pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.slow
 def test_repair_ends_with_a_clean_file(name: str, file: File, open_store: Opener) -> None:
     file.run(DAMAGE[name])
     with open_store() as store:
@@ -190,6 +191,7 @@ def test_repair_ends_with_a_clean_file(name: str, file: File, open_store: Opener
 
 
 @pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.slow
 def test_a_disk_budget_is_kept_on_a_damaged_file(name: str, file: File, open_store: Opener) -> None:
     file.run(DAMAGE[name])
     with open_store(cache_disk_mib=8) as store:

@@ -191,6 +191,7 @@ def _serves(pid: int) -> bool:
 
 @pytest.mark.parametrize("flash_attn", [True, False], ids=["fa", "nofa"])
 @pytest.mark.parametrize("architecture", serverkit.ARCHITECTURES)
+@pytest.mark.slow
 def test_restored_state_goes_on_as_if_the_server_had_never_stopped(
     tmp_path: Path, architecture: str, flash_attn: bool
 ) -> None:

@@ -36,6 +36,7 @@ def _free_port() -> int:
 
 
 @pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.slow
 def test_the_how_to_runs(tmp_path: Path, keyed: bool) -> None:
     plain, with_key = _commands("kvstore serve")
     assert "-m 700 slots" in DOC

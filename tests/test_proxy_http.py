@@ -455,6 +455,7 @@ def test_private_authority_is_trusted_for_all_requests(
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("extra", [{}, {"n": 1, "cache_prompt": False}], ids=["cached", "passed"])
+@pytest.mark.slow
 def test_generation_ends_with_its_client(tmp_path: Path, stream: bool, extra: dict[str, Any]) -> None:
     with proxykit.both(tmp_path, n_ctx=8192) as (server, url):
         body = json.dumps({"prompt": "Once upon a time ", "n_predict": 8000, "ignore_eos": True, "stream": stream, **extra})

@@ -245,6 +245,7 @@ def test_a_plain_chat_is_stored_after_all_of_it(tmp_path: Path, adapter: str) ->
         ("jamba", {}, {}),
     ],
 )
+@pytest.mark.slow
 def test_a_restart_with_other_settings_is_noticed(
     tmp_path: Path, name: str, before: dict[str, Any], after: dict[str, Any]
 ) -> None:

@@ -47,6 +47,7 @@ def wait_warm(url: str, n: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("again", ["server", "proxy", "both"])
+@pytest.mark.slow
 def test_first_chat_after_a_restart_computes_only_its_new_tokens(tmp_path: Path, slots: int, again: str) -> None:
     with serverkit.new_server(tmp_path / "slots", parallel=slots, n_ctx=4096 * slots) as server:
         with proxied(server, tmp_path / "s") as url:

@@ -4,7 +4,7 @@ chunks. A file keeps the page size that it was created with: each of these is de
 
 from __future__ import annotations
 
-# Of new files. A put writes some part of 15 b-trees, one page each, to the log and again to the file: with pages of 64 KiB
+# Of new files. A put writes to about 15 b-trees, one page each, to the log and again to the file: with pages of 64 KiB
 # that was 2.5 MiB, whatever was put; with 8 KiB it is a tenth. Smaller pages cost large puts more calls: the processor time of
 # a put of 256 MiB was 0.20 s with pages of 64 KiB, 0.22 with 8, 0.25 with 4.
 PAGE_SIZE = 8192
@@ -31,7 +31,7 @@ LOG_PAGES = 28
 # Pages one entry can add to the b-trees.
 NEW_PAGES = 10
 # Pages of an empty store.
-BASE_PAGES = 38
+BASE_PAGES = 35
 # One eviction was seen to write up to 15 pages, most of them the same ones again for the next.
 PAGES_EVICTED = 15
 # A freed page writes itself and two that refer to it.

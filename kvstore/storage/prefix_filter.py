@@ -122,7 +122,7 @@ class PrefixFilter:
                 if not committed:
                     continue
                 # A row above the newest that this reader sees may have been written since.
-                newest = queries_prefixes.newest(c, fingerprint) if newest is None else newest
+                newest = queries_prefixes.newest(c) if newest is None else newest
                 if row <= newest and not queries_prefixes.row_there(c, row):
                     level.bury(group, start + at)
                     self._buried += 1

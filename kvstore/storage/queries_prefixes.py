@@ -40,18 +40,22 @@ def set_hashes(c: Connection, entry: int, token_bytes: bytes) -> None:
         )
 
 
-def set_missing_hashes(c: Connection, limit: int) -> int:
-    """Computes the hashes of up to `limit` entries that others wrote; how many entries there were."""
-    sql = """SELECT id, tokens FROM entries WHERE id IN (
- SELECT DISTINCT entry FROM prefixes WHERE hash IS NULL LIMIT ?) AND length(tokens) = 4 * n_tokens"""
-    found: list[Any] = c.execute(sql, (limit,)).fetchall()
-    for id, tokens in found:
+def missing_hashes(c: Connection, after: int, limit: int) -> tuple[list[int], int | None]:
+    """The entries that others wrote without a hash, by up to `limit` rows above `after`; with them the row to go on after.
+
+    No index: every row is read, once for each process that does the maintenance.
+    """
+    sql = "SELECT id, entry FROM prefixes WHERE hash IS NULL AND id > ? ORDER BY id LIMIT ?"
+    rows: list[Any] = c.execute(sql, (after, limit)).fetchall()
+    return list(dict.fromkeys(entry for _, entry in rows)), rows[-1][0] if len(rows) == limit else None
+
+
+def set_missing_hashes(c: Connection, entries: Sequence[int]) -> None:
+    """Computes the missing hashes of entries whose tokens are whole."""
+    sql = "SELECT id, tokens FROM entries WHERE id IN (SELECT value FROM json_each(?)) AND length(tokens) = 4 * n_tokens"
+    rows: list[Any] = c.execute(sql, (_json(entries),)).fetchall()
+    for id, tokens in rows:
         set_hashes(c, id, tokens)
-    return len(found)
-
-
-def missing_hashes(c: Connection) -> bool:
-    return c.execute("SELECT 1 FROM prefixes WHERE hash IS NULL LIMIT 1").fetchone() is not None
 
 
 def begin_list(c: Connection) -> None:
@@ -86,13 +90,16 @@ def continue_list(c: Connection, limit: int) -> bool:
     return True
 
 
-def newest(c: Connection, fingerprint: int) -> int:
-    """The highest row of a fingerprint, 0 where it has none."""
-    return int(c.execute("SELECT max(id) FROM prefixes WHERE fingerprint = ?", (fingerprint,)).get or 0)
+def newest(c: Connection) -> int:
+    """The highest row, 0 where there is none."""
+    return int(c.execute("SELECT max(id) FROM prefixes").get or 0)
 
 
 def rows_after(c: Connection, fingerprint: int, row: int) -> list[PrefixRow]:
-    """What was added after a row, with its hash wherever that is not computed yet."""
+    """What was added after a row, with its hash wherever that is not computed yet.
+
+    The rows of other fingerprints are passed over: an index of fingerprints would be one more page that each put writes.
+    """
     sql = """SELECT p.id, p.entry, p.n_tokens, p.cut, p.hash, m.expires_at, substr(e.tokens, 1, 4 * p.n_tokens)
  FROM prefixes p JOIN meta m ON m.entry = p.entry LEFT JOIN entries e ON p.hash IS NULL AND e.id = p.entry
  WHERE p.fingerprint = ? AND p.id > ? ORDER BY p.id"""
@@ -134,5 +141,8 @@ def chosen(
     sql = f"""SELECT e.id, e.n_tokens FROM json_each(?1) j CROSS JOIN meta m ON m.entry = j.value
  CROSS JOIN entries e ON e.id = m.entry
  WHERE {_CHOSEN[what]} AND e.fingerprint = ?2 AND e.tokens = substr(?4, 1, 4 * e.n_tokens) ORDER BY j.key LIMIT ?5"""
-    text = "[" + ",".join(map(str, ids)) + "]"
-    return [(r[0], r[1]) for r in c.execute(sql, (text, fingerprint, now, key, limit))]
+    return [(r[0], r[1]) for r in c.execute(sql, (_json(ids), fingerprint, now, key, limit))]
+
+
+def _json(ids: Sequence[int]) -> str:
+    return "[" + ",".join(map(str, ids)) + "]"

@@ -19,6 +19,7 @@ EXPIRED_PER_STEP = 256
 EXPIRED_BYTES_PER_STEP = 256 << 20  # SQLite reads each page that it frees
 HASHED_PER_STEP = 1000
 PRUNE_SECONDS = 60.0
+FLUSH_SECONDS = 10.0  # a crash loses what was counted since; each flush writes two pages
 # Free pages and the log's file wait this long for a put that can use them: with a new log 256 MiB took 0.05 s longer.
 QUIET_SECONDS = 10.0
 
@@ -69,15 +70,23 @@ def prune_families(core: StoreCore) -> int:
         return queries_maintenance.prune_families(c, surplus + queries_maintenance.FAMILIES_KEPT // 4)
 
 
-def hash_prefixes(core: StoreCore, limit: int = HASHED_PER_STEP) -> bool:
-    """Makes rows of `prefixes` that older or other programs did not; True where some were missing."""
+def list_prefixes(core: StoreCore, limit: int = HASHED_PER_STEP) -> bool:
+    """Makes rows of `prefixes` that older programs did not; True where some were missing."""
     with core.db.read() as c:
-        listed = queries_prefixes.complete(c)
-        if listed and not queries_prefixes.missing_hashes(c):
+        if queries_prefixes.complete(c):
             return False
     with core.db.write(durable=False) as c:
-        more = not listed and queries_prefixes.continue_list(c, limit)
-        return bool(queries_prefixes.set_missing_hashes(c, limit)) or more
+        return queries_prefixes.continue_list(c, limit)
+
+
+def hash_prefixes(core: StoreCore, after: int = 0, limit: int = HASHED_PER_STEP) -> int | None:
+    """Computes hashes in `prefixes` that other programs did not; the row to go on after, None at the end."""
+    with core.db.read() as c:
+        entries, last = queries_prefixes.missing_hashes(c, after, limit) if queries_prefixes.has_table(c) else ([], None)
+    if entries:
+        with core.db.write(durable=False) as c:
+            queries_prefixes.set_missing_hashes(c, entries)
+    return last
 
 
 class Maintenance:
@@ -91,8 +100,9 @@ class Maintenance:
         self._orphans_deleted = False
         self.failures = 0
         self._reported = ""
-        self._hashed = False
+        self._unhashed: int | None = 0  # the row after which hashes may be missing
         self._pruned = -PRUNE_SECONDS
+        self._flushed = 0.0
         self._thread = threading.Thread(target=self._run, name="kvstore-maintenance", daemon=True)
         self._thread.start()
 
@@ -157,9 +167,10 @@ class Maintenance:
                 self._failed(core.db.path, repr(error), error)
 
     def _flush(self, core: StoreCore) -> None:
-        if core.counters:
+        if core.counters and time.monotonic() - self._flushed > FLUSH_SECONDS:
             with core.transaction(durable=False, wait=False, counts=True):
                 pass
+            self._flushed = time.monotonic()
 
     def _delete_orphans(self, core: StoreCore) -> None:
         if not self._orphans_deleted:
@@ -167,10 +178,9 @@ class Maintenance:
             self._orphans_deleted = True
 
     def _hash_prefixes(self, core: StoreCore) -> None:
-        if not self._hashed:
-            while hash_prefixes(core) and not self._stop.is_set():
-                pass
-            self._hashed = True
+        while self._unhashed is not None and not self._stop.is_set():
+            if not list_prefixes(core):
+                self._unhashed = hash_prefixes(core, self._unhashed)
 
     def _prune(self, core: StoreCore) -> None:
         if time.monotonic() - self._pruned > PRUNE_SECONDS:

@@ -45,6 +45,8 @@ DROP INDEX IF EXISTS entries_by_end;
 DROP INDEX IF EXISTS meta_by_last_used;
 DROP INDEX IF EXISTS meta_by_family_use;
 DROP INDEX IF EXISTS meta_by_class;
+DROP INDEX IF EXISTS prefixes_by_fingerprint;
+DROP INDEX IF EXISTS prefixes_unhashed;
 
 ALTER TABLE entries ADD COLUMN base INTEGER NOT NULL DEFAULT 0 CHECK(base IN (0, 1));
 ALTER TABLE meta ADD COLUMN base INTEGER NOT NULL DEFAULT 0 CHECK(base IN (0, 1));
@@ -63,12 +65,9 @@ CREATE TABLE IF NOT EXISTS prefixes(
   cut         INTEGER NOT NULL CHECK(cut IN (0, 1)),   -- 1: short of the whole, a row of cuts
   hash        INTEGER                                  -- 64 bits, of the first n_tokens; equal hashes are compared
 ) STRICT;
-CREATE INDEX IF NOT EXISTS prefixes_by_fingerprint ON prefixes(fingerprint);
 CREATE INDEX IF NOT EXISTS prefixes_by_entry ON prefixes(entry);
-CREATE INDEX IF NOT EXISTS prefixes_unhashed ON prefixes(id) WHERE hash IS NULL;
 CREATE INDEX IF NOT EXISTS entries_by_end ON entries(fingerprint, n_tokens, substr(tokens, -64)) WHERE cut_any = 1 OR base = 1;
 CREATE INDEX IF NOT EXISTS meta_by_last_used ON meta(last_used) WHERE base = 0;
-CREATE INDEX IF NOT EXISTS meta_by_family_use ON meta(family, use_order) WHERE base = 0;
 CREATE INDEX IF NOT EXISTS meta_by_class ON meta(class) WHERE class <> 'normal' AND base = 0;
 
 -- Files of early programs of version 2 lack rows of prefixes. Their hashes are computed when the store is open.
