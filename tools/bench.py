@@ -1,4 +1,4 @@
-"""Benchmarks: `python tools/bench.py [codec|store] [options of the part]`; without a part, all of them."""
+"""Benchmarks: `python tools/bench.py [PART] [options of the part]`; without a part, all of them."""
 
 from __future__ import annotations
 
