@@ -15,6 +15,7 @@ import numpy as np
 
 import kvstore
 from kvstore.storage import queries, queries_blobs, writers
+from kvstore.util.hashing import digest as digest_of
 
 MIB = 1 << 20
 # A virtual machine is slow with memory that it touches for the first time: the page cache of the log, then of the file.
@@ -118,7 +119,7 @@ def fill(path: Path, n_entries: int, n_tokens: int, seed: int = 3) -> list[np.nd
     with kvstore.Store(path, cache_ram_mib=0) as store:
         store.put(system, b"prefix")
         core = store._core
-        now = core.now()
+        now, digest = core.now(), digest_of(b"prefix")
         with core.db.write() as c:
             fingerprint = queries.add_fingerprint(c, "")
             for i in range(n_entries):
@@ -132,7 +133,7 @@ def fill(path: Path, n_entries: int, n_tokens: int, seed: int = 3) -> list[np.nd
                 queries.insert_entry(c, entry, fingerprint, key, True)
                 blob = queries_blobs.stage_blob(c, "main", "full", 6, 6, writers.process_name())
                 queries_blobs.insert_chunk(c, blob, 0, b"prefix")
-                queries_blobs.finish_blob(c, blob, i + 1, bytes(16))
+                queries_blobs.finish_blob(c, blob, i + 1, digest, None)
                 if i % (n_entries // 200 or 1) == 0:
                     some.append(tokens)
     return some
