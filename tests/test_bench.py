@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.slow
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 PARTS = {
-    "codec": "--mib 16 --runs 1",
+    "codec": "--mib 64 --runs 1",
     "store": "--mib 1 --runs 1 --entries 100",
     "small": "--puts 5 --runs 1",
     "turn": "--quick",
