@@ -17,6 +17,8 @@ PARTS = {
     "turn": "--quick",
     "peers": "--no-real --tokens 40 --runs 1",
     "caches": "--entries 20 --runs 3",
+    "processes": "--mib 1 --puts 2 --runs 1",
+    "server": "--tokens 300 --runs 1",
     "fleet": "--mib 1 --runs 1 --names 1000 --no-s3",
 }
 
