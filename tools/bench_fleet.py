@@ -227,6 +227,14 @@ def weed(folder: Path) -> Iterator[str | None]:
         yield "s3://kvstore/bench"
 
 
+def transfers(name: str, url: str, mib: int, runs: int) -> None:
+    found = asyncio.run(transfer(url, mib, runs))
+    print(
+        f"  {name:10} publish / plain put {found['publish']:.2f} ({found['publish_mib_s']:,.0f} MiB/s)   "
+        f"fetch and open / plain get {found['fetch']:.2f} ({found['fetch_mib_s']:,.0f} MiB/s)"
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.py fleet", description=__doc__)
     parser.add_argument("--dir", type=Path, default=None, help="where the files go (default: a temporary folder)")
@@ -234,19 +242,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--names", type=int, default=1_000_000)
     parser.add_argument("--no-s3", action="store_true", help="leave SeaweedFS out")
+    parser.add_argument("--url", help="only publish and fetch, in this object store (the settings of obstore's environment)")
     args = parser.parse_args(argv)
+    print(f"{args.mib} MiB, medians of {args.runs}; bars: publish {BARS['publish']}, fetch {BARS['fetch']}")
+    if args.url is not None:
+        transfers("this one", args.url, args.mib, args.runs)
+        return 0
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=args.dir) as place:
         folder = Path(place)
-        print(f"{args.mib} MiB, medians of {args.runs}; bars: publish {BARS['publish']}, fetch {BARS['fetch']}")
         with nullcontext(None) if args.no_s3 else weed(folder / "weed") as s3:
             for name, url in (("folder", f"file://{folder}/bucket"), ("memory", "memory://bench"), ("SeaweedFS", s3)):
-                if url is None:
-                    continue
-                found = asyncio.run(transfer(url, args.mib, args.runs))
-                print(
-                    f"  {name:10} publish / plain put {found['publish']:.2f} ({found['publish_mib_s']:,.0f} MiB/s)   "
-                    f"fetch and open / plain get {found['fetch']:.2f} ({found['fetch_mib_s']:,.0f} MiB/s)"
-                )
+                if url is not None:
+                    transfers(name, url, args.mib, args.runs)
         print("a chat of 400 tokens over a published prefix of 2,000")
         for what, value in chat(folder).items():
             print(f"  {what} {value:.3f}")
